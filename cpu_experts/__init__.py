@@ -1,0 +1,1 @@
+"""Host executor: Numba kernels and the pinned worker processes that run programs on the CPU."""

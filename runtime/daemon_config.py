@@ -1,0 +1,28 @@
+"""Everything a daemon is started with, read once into one frozen value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class DaemonConfig:
+    """`context` is the number of positions of one slot (0: what the file was trained for, cut to what memory allows);
+    `processes` is the number of CPU-expert processes (0: one for each core of the affinity mask and cgroup quota);
+    `prompt_block` the greatest number of rows of a step; an empty endpoint means one in the runtime directory.
+    `executor` "reference" runs the NumPy reference inside the coordinator instead of worker processes."""
+
+    model: str
+    plan: str = "auto"
+    context: int = 0
+    slots: int = 4
+    processes: int = 0
+    prompt_block: int = 512
+    cache_type: Literal["f32", "f16"] = "f16"
+    executor: Literal["host", "reference"] = "host"
+    queue_limit: int = 64
+    endpoint: str = ""
+    control: str = ""
+    alias: str = ""
+    exit_with_parent: bool = False

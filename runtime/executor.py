@@ -1,0 +1,70 @@
+"""What the coordinator knows of whoever runs a program: one step in, logits out. Reference and worker pool both fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rows of one step: token, slot and position of each (int32, R), and the indices (int32, O, ascending) of the
+    rows whose logits are wanted. Rows of one slot are in ascending, consecutive order of position."""
+
+    tokens: NDArray[np.int32]
+    slots: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    out_rows: NDArray[np.int32]
+
+    def __post_init__(self) -> None:
+        assert len(self.tokens) == len(self.slots) == len(self.positions) > 0
+        assert len(self.out_rows) <= len(self.tokens)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """logits (float32, O x V) and greedy tokens (int32, O): views that are valid until the next step."""
+
+    logits: NDArray[np.float32]
+    greedy: NDArray[np.int32]
+    seconds: float
+
+
+class StepExecutor(Protocol):
+    """Runs steps one at a time. `step` is called from one thread; `abort` may be called from any."""
+
+    @property
+    def max_rows(self) -> int:
+        """Greatest R of a step."""
+
+    @property
+    def max_out_rows(self) -> int:
+        """Greatest O of a step."""
+
+    @property
+    def slots(self) -> int: ...
+
+    @property
+    def context(self) -> int:
+        """Positions a slot can hold."""
+
+    def step(self, rows: StepRows) -> StepResult:
+        """Runs one step to its end. Raises StepAborted after `abort`, WorkerLost if a worker died, hung or failed."""
+
+    def abort(self) -> None:
+        """Ends the running step at the next op boundary. Without a running step it does nothing."""
+
+    def copy_prefix(self, source: int, target: int, positions: int) -> None:
+        """Copies the cached rows of positions 0..positions-1 from one slot to another, bit for bit."""
+
+    def recover(self) -> None:
+        """After WorkerLost: replaces dead workers and returns when steps can run again. Cache contents up to the last
+        completed step stay valid. Raises WorkerLost if that is not possible."""
+
+    def statistics(self) -> dict[str, Any]:
+        """Counters for status and metrics (worker pids, restarts, step times); callable from any thread."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,304 @@
+"""The op vocabulary and the program: what one step computes, without saying on which device.
+
+Legend of shapes: R rows of a step, O rows whose logits are wanted (O <= R), D model width, H heads, E experts,
+A experts used by a row, F expert hidden width, V vocabulary. A *row* is one token position (token, slot, position);
+rows of one step may belong to several slots, and several rows may belong to one slot (a prompt block).
+
+A program is emitted once by an architecture (`runtime/architectures`) and is symbolic in R and O. Executors allocate
+every `Buffer` for the greatest R (or O) that they serve. The normative meaning of each op is its function in
+`runtime/reference.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Literal, TypeAlias
+
+from bloomery.runtime.model_file import Tensor
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Activations of one step: (R, width) for rows="step", (O, width) for rows="out"; f32 or i32."""
+
+    name: str
+    width: int
+    rows: Literal["step", "out"] = "step"
+    dtype: Literal["f32", "i32"] = "f32"
+
+
+@dataclass(frozen=True)
+class View:
+    """`count` heads of `width` elements in every row of a buffer: head h is [start + h*stride, start + h*stride + width)."""
+
+    buffer: str
+    start: int
+    width: int
+    count: int = 1
+    stride: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.width > 0 and self.count > 0 and self.start >= 0
+        assert self.count == 1 or self.stride >= self.width
+
+    @property
+    def elements(self) -> int:
+        return self.width * self.count
+
+    @property
+    def contiguous(self) -> bool:
+        return self.count == 1 or self.stride == self.width
+
+    @property
+    def end(self) -> int:
+        return self.start + (self.count - 1) * self.stride + self.width
+
+
+@dataclass(frozen=True)
+class CacheState:
+    """What a layer keeps for every (slot, position): one row of `width` elements in the cache type (f32 or f16)."""
+
+    name: str
+    width: int
+
+
+@dataclass(frozen=True)
+class EmbedRows:
+    """out[r] = row token[r] of `weight` (ne = D, V), dequantised."""
+
+    name: str
+    out: View
+    weight: str
+
+
+@dataclass(frozen=True)
+class RmsNorm:
+    """Each head of x separately: x / sqrt(mean(x^2) + epsilon) * weight; weight has x.width elements. out has x's heads."""
+
+    name: str
+    x: View
+    out: View
+    weight: str
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class MatMul:
+    """outs[i] = weights[i] @ x (+ biases[i]) for every row; weight ne = (x.elements, outs[i].elements). x is contiguous.
+
+    Weights that share an input are one op, so that x is quantised once for each activation type.
+    """
+
+    name: str
+    x: View
+    outs: tuple[View, ...]
+    weights: tuple[str, ...]
+    biases: tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class HeadMatMul:
+    """Head by head: out[h] = weight[h] @ x[h]; weight ne = (x.width, out.width, H); x and out have H heads."""
+
+    name: str
+    x: View
+    out: View
+    weight: str
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotates the first 2*len(frequencies) elements of each head of x by position * frequencies[i]; the rest is copied.
+
+    `pairs` = "neighbours" rotates (x[2i], x[2i+1]) (llama, deepseek2), "halves" rotates (x[i], x[i+n]) with
+    n = len(frequencies) (NeoX: qwen3). cos and sin are multiplied by `magnitude` (YaRN). out may be x itself.
+    """
+
+    name: str
+    x: View
+    out: View
+    frequencies: tuple[float, ...]
+    magnitude: float
+    pairs: Literal["neighbours", "halves"]
+
+
+@dataclass(frozen=True)
+class CacheWrite:
+    """state[slot[r], position[r]][start : start + x.elements] = x[r] (heads in order), rounded to the cache type."""
+
+    name: str
+    x: View
+    state: str
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Causal attention of each row over its own slot's positions 0..position[r].
+
+    Query head h of H = q.count uses group g = h // (H // kv_heads). Its key at position p is
+    keys[slot, p][g*key_width : (g+1)*key_width], its value values[slot, p][g*value_width : (g+1)*value_width].
+    (MLA: kv_heads = 1 and values is the keys' state, whose first value_width elements are the latent.)
+    out[h] = sum_p softmax_p(scale * q[h].key) * value; q.width = key_width, out.width = value_width.
+    """
+
+    name: str
+    q: View
+    out: View
+    keys: str
+    values: str
+    kv_heads: int
+    key_width: int
+    value_width: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class Router:
+    """Chooses `used` of E experts from `logits` (E wide) and their mixing weights; ids is i32 (used), mix f32 (used).
+
+    scores = softmax(logits) or sigmoid(logits); selection = scores + bias. With groups > 1 only the groups_used groups
+    with the greatest sum of their two best selections stay. Chosen in descending order of selection, ties to the lower
+    id. mix = scores of the chosen, divided by max(sum, 2^-14) if `normalise`, times `scale`.
+    """
+
+    name: str
+    logits: View
+    ids: View
+    mix: View
+    bias: str | None
+    gating: Literal["softmax", "sigmoid"]
+    normalise: bool
+    scale: float
+    groups: int
+    groups_used: int
+
+
+@dataclass(frozen=True)
+class RoutedExperts:
+    """out = sum over the chosen experts e in rank order of mix[e] * (down[e] @ (silu(gate[e] @ x) * (up[e] @ x))).
+
+    gate, up ne = (D, F, E); down ne = (F, D, E). Only the experts in `ids` are computed.
+    """
+
+    name: str
+    x: View
+    ids: View
+    mix: View
+    out: View
+    gate: str
+    up: str
+    down: str
+
+
+@dataclass(frozen=True)
+class SwiGlu:
+    """out = silu(gate) * up."""
+
+    name: str
+    gate: View
+    up: View
+    out: View
+
+
+@dataclass(frozen=True)
+class Add:
+    """out = x + y; out may be x."""
+
+    name: str
+    x: View
+    y: View
+    out: View
+
+
+@dataclass(frozen=True)
+class SelectRows:
+    """Carries on with the O rows whose logits are wanted: out[o] = x[out_rows[o]]; out's buffer has rows="out"."""
+
+    name: str
+    x: View
+    out: View
+
+
+@dataclass(frozen=True)
+class Argmax:
+    """out[o] (i32) = index of the greatest element of x[o], ties to the lower index."""
+
+    name: str
+    x: View
+    out: View
+
+
+Op: TypeAlias = (
+    EmbedRows
+    | RmsNorm
+    | MatMul
+    | HeadMatMul
+    | Rope
+    | CacheWrite
+    | Attention
+    | Router
+    | RoutedExperts
+    | SwiGlu
+    | Add
+    | SelectRows
+    | Argmax
+)
+
+WEIGHT_FIELDS = ("weight", "weights", "bias", "biases", "gate", "up", "down")
+
+
+def op_views(op: Op) -> Iterator[tuple[View, bool]]:
+    """Every view of an op with whether the op writes it (a router writes ids and mix, experts read them)."""
+    for field in fields(op):
+        value = getattr(op, field.name)
+        writes = field.name in ("out", "outs") or (isinstance(op, Router) and field.name in ("ids", "mix"))
+        for view in value if isinstance(value, tuple) else (value,):
+            if isinstance(view, View):
+                yield view, writes
+
+
+def op_weights(op: Op) -> Iterator[str]:
+    """Names of the tensors that an op reads."""
+    for field in fields(op):
+        if field.name in WEIGHT_FIELDS:
+            value = getattr(op, field.name)
+            for name in value if isinstance(value, tuple) else (value,):
+                if isinstance(name, str):
+                    yield name
+
+
+@dataclass(frozen=True)
+class Program:
+    """The ordered ops of one step, with everything they name.
+
+    `logits` names the buffer (O, V) that holds the result, `argmax` the buffer (O, 1) of greedy tokens. `weights` maps
+    tensor names to tensors of the model file.
+    """
+
+    architecture: str
+    buffers: Mapping[str, Buffer]
+    states: Mapping[str, CacheState]
+    weights: Mapping[str, Tensor]
+    ops: tuple[Op, ...]
+    vocabulary: int
+    context_length: int
+    layers: int
+    logits: str = "logits"
+    argmax: str = "argmax"
+
+    def __post_init__(self) -> None:
+        written: set[str] = set()
+        for op in self.ops:
+            for view, writes in op_views(op):
+                buffer = self.buffers[view.buffer]
+                assert view.end <= buffer.width, f"{op.name}: view past the end of {buffer.name}"
+                assert writes or view.buffer in written, f"{op.name} reads {view.buffer} before it is written"
+            written.update(view.buffer for view, writes in op_views(op) if writes)
+            for name in op_weights(op):
+                assert name in self.weights, f"{op.name} names tensor {name}, which the program does not hold"
+            for field in ("state", "keys", "values"):
+                state = getattr(op, field, None)
+                assert state is None or state in self.states, f"{op.name} names state {state}"
+        assert self.buffers[self.logits].width == self.vocabulary

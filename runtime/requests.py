@@ -1,0 +1,139 @@
+"""What a client asks for and what it gets back, as plain values: the language of engine and protocol.
+
+One request produces, in this order: one `Admitted` (or a `Failed`), any number of `Progress`, any number of `Chunk`,
+and exactly one `Final` or `Failed`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+FinishReason: TypeAlias = Literal["stop", "length", "context", "aborted"]
+
+
+@dataclass(frozen=True)
+class SamplingParameters:
+    """How the next token is chosen. temperature 0 is greedy (argmax, ties to the lower id). Defaults are llama-server's.
+
+    Order: logit bias, penalties over the last `repeat_last_n` tokens (-1: all), top-k (0: off), top-p, min-p,
+    temperature, draw. `logprobs` asks for that many most probable tokens (0: none) of the distribution before top-k.
+    `seed` None draws a fresh one, which Final reports.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repeat_last_n: int = 64
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    logprobs: int = 0
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One request. The prompt is exactly one of: `tokens` as they are; `text` tokenised as the file says (`add_special`,
+    `parse_special`); `messages` (OpenAI-style role/content maps) rendered by the file's chat template, to which
+    `template_variables` are passed. max_tokens -1: until the end token or the context's end; 0: only the prompt is processed.
+
+    `score_prompt` returns the log-probability of each prompt token after the first. `logits` "all" returns the raw
+    float32 logits after every evaluated token, "generated" only those that tokens were chosen from.
+    """
+
+    request_id: bytes
+    tokens: tuple[int, ...] | None = None
+    text: str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    template_variables: dict[str, Any] = field(default_factory=dict)
+    add_special: bool = True
+    parse_special: bool = True
+    max_tokens: int = -1
+    sampling: SamplingParameters = field(default_factory=SamplingParameters)
+    stop: tuple[str, ...] = ()
+    stop_tokens: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    cache_prompt: bool = True
+    score_prompt: bool = False
+    logits: Literal["none", "generated", "all"] = "none"
+
+    def __post_init__(self) -> None:
+        assert len(self.request_id) == 16
+        assert sum(prompt is not None for prompt in (self.tokens, self.text, self.messages)) == 1
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A chosen token, its natural-log probability, and the most probable alternatives (token, logprob), best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Admitted:
+    request_id: bytes
+    slot: int
+    prompt_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Prompt processing: `processed` of `total` prompt tokens are in the cache, `cached` of them were there before."""
+
+    request_id: bytes
+    processed: int
+    total: int
+    cached: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """New tokens and the whole-character text that they complete (may be empty: a character is still incomplete, or a
+    possible stop string is held back). `prompt_logprobs` and `logits` (float32, rows x V) as asked for."""
+
+    request_id: bytes
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[float, ...] = ()
+    logits: NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True)
+class Final:
+    """The end of a request. `stop` is the stop string or "" (end or stop token, which `tokens` of the chunks include)."""
+
+    request_id: bytes
+    reason: FinishReason
+    stop: str
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    seed: int
+    queue_seconds: float
+    prompt_seconds: float
+    generate_seconds: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The end of a request that could not be served; `code` is a row of the protocol's error table."""
+
+    request_id: bytes
+    code: str
+    message: str
+    hint: str = ""
+    details: dict[str, int | float | str] = field(default_factory=dict)
+
+
+Event: TypeAlias = Admitted | Progress | Chunk | Final | Failed
