@@ -124,6 +124,19 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class CopyHeads:
+    """out[h] = x[h] for every head; an x of one head goes to every head of out. x.width = out.width.
+
+    Puts keys together that come in parts (deepseek2 files with an undivided attn_kv_b: each head's own part, and the
+    rotated part that all heads share).
+    """
+
+    name: str
+    x: View
+    out: View
+
+
+@dataclass(frozen=True)
 class CacheWrite:
     """state[slot[r], position[r]][start : start + x.elements] = x[r] (heads in order), rounded to the cache type."""
 
@@ -236,6 +249,7 @@ Op: TypeAlias = (
     | MatMul
     | HeadMatMul
     | Rope
+    | CopyHeads
     | CacheWrite
     | Attention
     | Router
