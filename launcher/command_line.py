@@ -114,7 +114,7 @@ def add_model_options(parser: argparse._ActionsContainer) -> None:
 
 
 def add_daemon_options(parser: argparse.ArgumentParser) -> None:
-    """Everything that shapes the daemon which serves the model. Absent options are None: DaemonConfig has the defaults."""
+    """Everything that shapes the daemon which serves the model. An absent option is None: DaemonConfig has defaults."""
     group = parser.add_argument_group("model and machine")
     add_model_options(group)
     group.add_argument("--plan", help="where weights and work go: cpu or auto (default)")
@@ -175,7 +175,8 @@ def read_text(path: str) -> str:
         with open(path, encoding="utf-8", newline="") as file:
             return file.read()
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}", "convert it first")
+        found = f"byte {error.start} is {error.object[error.start]:#04x}"
+        raise UsageError(f"{path} is not UTF-8: {found}", "convert it first") from None
 
 
 def write_line(text: str, stream: IO[str] | None = None) -> None:

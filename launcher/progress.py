@@ -58,9 +58,7 @@ class Stage:
 class ProgressDisplay:
     """Call it as `display(stage, done, total)`; use it as a context manager so that a bar never outlives its work."""
 
-    def __init__(
-        self, program: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, program: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._program = program
         self._stream = stream or sys.stderr
         self._clock = clock
