@@ -230,7 +230,7 @@ class _Reader:
     def strings(self, name: str, count: int) -> list[str]:
         """A string array; written flat, as vocabularies have hundreds of thousands of entries."""
         mapping, size, position = self.mapping, self.size, self.position
-        unpack: Callable[[mmap.mmap, int], tuple[int]] = _U64.unpack_from  # type: ignore[assignment]
+        unpack: Callable[[mmap.mmap, int], tuple[int]] = _U64.unpack_from
         texts: list[str] = []
         append = texts.append
         for index in range(count):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Final, TypeVar, cast, get_origin
+from typing import Any, Final, TypeVar, get_origin, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ from bloomery.runtime.quant_types import QuantType
 __all__ = ["REQUIRED", "ModelFile", "QuantType", "Tensor", "Value"]
 
 T = TypeVar("T")
+D = TypeVar("D")
 
 REQUIRED: Final[Any] = object()
 """Default of `ModelFile.key`: the key must be present."""
@@ -129,29 +130,41 @@ class ModelFile:
     def architecture(self) -> str:
         return self.key("general.architecture", str)
 
-    def key(self, name: str, kind: type[T], default: T | Any = REQUIRED) -> T:
+    @overload
+    def key(self, name: str, kind: type[T]) -> T: ...
+
+    @overload
+    def key(self, name: str, kind: type[T], default: D) -> T | D: ...
+
+    def key(self, name: str, kind: type[Any], default: Any = REQUIRED) -> Any:
         """The value of a metadata key as `kind`: str, int, float, bool, list (of str) or np.ndarray (of numbers).
 
         Without a default the key must be present; floats must be finite; a bool is no int and an int no float.
         """
         if name not in self.metadata:
             if default is not REQUIRED:
-                return cast(T, default)
+                return default
             raise ModelFileError(
                 f"{self.path}: metadata key {name} is missing, expected {_kind_name(kind)}",
                 "the file is not a complete model of its architecture; convert it again",
             )
         value = self.metadata[name]
-        expected = cast(type, get_origin(kind) or kind)
+        expected = get_origin(kind) or kind
         if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
             raise ModelFileError(
                 f"{self.path}: metadata key {name} is {_described(value)}, expected {_kind_name(kind)}", DAMAGED_HINT
             )
         if isinstance(value, float) and not math.isfinite(value):
             raise ModelFileError(f"{self.path}: metadata key {name} is {value}, expected a finite number", DAMAGED_HINT)
-        return cast(T, value)
+        return value
 
-    def hyper(self, name: str, kind: type[T], default: T | Any = REQUIRED) -> T:
+    @overload
+    def hyper(self, name: str, kind: type[T]) -> T: ...
+
+    @overload
+    def hyper(self, name: str, kind: type[T], default: D) -> T | D: ...
+
+    def hyper(self, name: str, kind: type[Any], default: Any = REQUIRED) -> Any:
         """The architecture's own key: `key` of "<architecture>.<name>"."""
         return self.key(f"{self.architecture}.{name}", kind, default)
 
