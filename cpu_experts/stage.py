@@ -1,0 +1,90 @@
+"""Stages: what a worker process runs between two barriers, and what lowering asks of the memory it runs in.
+
+Owns the shape of a lowered program and the calling convention of a kernel. It knows neither kernels nor processes.
+
+Calling convention. Every kernel is compiled to one C function `void(int64 args, int64 rank, int64 ranks, int64 step)`:
+
+* `args`   address of the stage's arguments, int64 each (`Stage.arguments`; floats travel as float64 bit patterns);
+* `rank`, `ranks`   which share of the work is computed: all ranks of a stage together compute all of it, once;
+* `step`   address of the step record's pointers, int64 each (the STEP_ constants).
+
+A kernel makes no system call, takes no lock and allocates nothing. Every output element is computed by one rank in one
+order, so results depend neither on `ranks` nor on which rows share a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from bloomery.runtime.model_file import Tensor
+from bloomery.runtime.program import View
+
+STEP_ROWS: Final = 0  # R, rows of this step
+STEP_OUT_ROWS: Final = 1  # O, rows whose logits are wanted
+STEP_TOKENS: Final = 2  # address of int32[R]
+STEP_SLOTS: Final = 3  # address of int32[R]
+STEP_POSITIONS: Final = 4  # address of int32[R]
+STEP_OUT_INDICES: Final = 5  # address of int32[O]: indices of the wanted rows
+STEP_WORDS: Final = 6
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One call of one kernel by every rank. A barrier follows every stage.
+
+    `kernel` is a name that `compile_cache.compile_kernel` knows, `label` the op's name for errors and timings.
+    """
+
+    kernel: str
+    arguments: tuple[int, ...]
+    label: str
+
+
+@dataclass(frozen=True)
+class CacheAddress:
+    """Where the cache rows of one state lie: row (slot, position) starts at address + slot*slot_stride + position*row_stride.
+
+    Strides are in bytes.
+    """
+
+    address: int
+    slot_stride: int
+    row_stride: int
+
+
+class LoweringContext(Protocol):
+    """The memory of one worker process as lowering sees it. All addresses are this process's own."""
+
+    @property
+    def max_rows(self) -> int:
+        """Greatest R of a step."""
+
+    @property
+    def max_out_rows(self) -> int:
+        """Greatest O of a step."""
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share the work of a step."""
+
+    @property
+    def context(self) -> int:
+        """Positions that a slot can hold."""
+
+    @property
+    def cache_type(self) -> str:
+        """Element type of the caches: "f32" or "f16"."""
+
+    def view(self, view: View) -> tuple[int, int]:
+        """Address of element `view.start` of row 0, and the distance between rows in bytes."""
+
+    def weight(self, name: str) -> tuple[int, Tensor]:
+        """Address of the tensor's first byte, and the tensor."""
+
+    def state(self, name: str) -> CacheAddress:
+        """Where the rows of a cache state lie."""
+
+    def scratch(self, name: str, nbytes: int) -> int:
+        """Address (64-byte aligned) of at least `nbytes` bytes that all ranks see at their own address; the same name
+        gives the same bytes. Their contents are undefined between stages of different ops."""
