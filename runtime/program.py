@@ -6,7 +6,7 @@ rows of one step may belong to several slots, and several rows may belong to one
 
 A program is emitted once by an architecture (`runtime/architectures`) and is symbolic in R and O. Executors allocate
 every `Buffer` for the greatest R (or O) that they serve. The normative meaning of each op is its function in
-`runtime/reference.py`.
+`runtime/reference_ops.py`; a step may want no logits at all (O = 0).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class View:
-    """`count` heads of `width` elements in every row of a buffer: head h is [start + h*stride, start + h*stride + width)."""
+    """`count` heads of `width` elements in every row of a buffer: head h starts at element start + h*stride."""
 
     buffer: str
     start: int
@@ -74,7 +74,7 @@ class EmbedRows:
 
 @dataclass(frozen=True)
 class RmsNorm:
-    """Each head of x separately: x / sqrt(mean(x^2) + epsilon) * weight; weight has x.width elements. out has x's heads."""
+    """Each head of x separately: x / sqrt(mean(x^2) + epsilon) * weight of x.width elements. out has x's heads."""
 
     name: str
     x: View
@@ -85,7 +85,7 @@ class RmsNorm:
 
 @dataclass(frozen=True)
 class MatMul:
-    """outs[i] = weights[i] @ x (+ biases[i]) for every row; weight ne = (x.elements, outs[i].elements). x is contiguous.
+    """outs[i] = weights[i] @ x (+ biases[i]) for every row; weight ne = (x.elements, outs[i].elements); x contiguous.
 
     Weights that share an input are one op, so that x is quantised once for each activation type.
     """
