@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import IO, NoReturn
@@ -50,7 +51,7 @@ def program_parser(program: str, description: str, examples: Sequence[str]) -> P
     """A parser with --help (description, options, examples) and --version. Each example is one command line."""
     parser = Parser(
         prog=program,
-        description=description,
+        description=textwrap.fill(description, 100),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="examples:\n" + "\n".join(f"  {example}" for example in examples),
         allow_abbrev=False,
@@ -89,6 +90,13 @@ def positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number
+
+
+def token_limit(text: str) -> int:
+    number = int(text)
+    if number < -1:
+        raise argparse.ArgumentTypeError(f"{number} is neither a number of tokens nor -1 (until the end token)")
     return number
 
 

@@ -1,0 +1,98 @@
+"""One conversation with a model: the messages so far, and one streamed answer at a time.
+
+Knows requests and events, and how Ctrl-C ends an answer. Does not know where lines come from nor what commands look
+like (`launcher/chat.py`).
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import FrameType
+from typing import Any
+
+from bloomery.runtime.client import Client, Generation
+from bloomery.runtime.completion import CompletionBuilder, new_request_id
+from bloomery.runtime.requests import Chunk, Final, GenerationRequest, SamplingParameters
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """What stays the same for every answer. max_tokens -1: until the model ends it or the context is full."""
+
+    sampling: SamplingParameters
+    max_tokens: int = -1
+    stop: tuple[str, ...] = ()
+
+
+@dataclass
+class Conversation:
+    client: Client
+    settings: AnswerSettings
+    system: str = ""
+    turns: list[dict[str, Any]] = field(default_factory=list)
+
+    def reset(self) -> None:
+        """Forgets what was said; the system message stays."""
+        self.turns.clear()
+
+    def ask(self, text: str, write: Callable[[str], object]) -> Final:
+        """Sends the person's `text`; `write` gets the answer as it grows. A question that fails is not remembered."""
+        self.turns.append({"role": "user", "content": text})
+        try:
+            return self._answer(write)
+        except BaseException:
+            self.turns.pop()
+            raise
+
+    def again(self, write: Callable[[str], object]) -> Final | None:
+        """Another answer to the last question, with a fresh seed; None where nothing was asked yet."""
+        if not self.turns:
+            return None
+        last = self.turns.pop()
+        try:
+            return self._answer(write, replace(self.settings.sampling, seed=None))
+        except BaseException:
+            self.turns.append(last)
+            raise
+
+    def _answer(self, write: Callable[[str], object], sampling: SamplingParameters | None = None) -> Final:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        request = GenerationRequest(
+            request_id=new_request_id(),
+            messages=(*system, *self.turns),
+            max_tokens=self.settings.max_tokens,
+            sampling=sampling or self.settings.sampling,
+            stop=self.settings.stop,
+        )
+        builder = CompletionBuilder()
+        with self.client.generate(request) as events, interrupt_aborts(events):
+            for event in events:
+                builder.add(event)
+                if isinstance(event, Chunk) and event.text:
+                    write(event.text)
+        answer = builder.result()
+        self.turns.append({"role": "assistant", "content": answer.text})
+        return answer.final
+
+
+@contextmanager
+def interrupt_aborts(events: Generation) -> Iterator[None]:
+    """Ctrl-C ends the request behind `events` and not the program; pressed again, it ends the program."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, previous)
+        # In a thread of its own: the interrupted code may hold the connection's lock.
+        threading.Thread(target=events.abort, daemon=True).start()
+
+    previous = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)

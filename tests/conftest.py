@@ -1,0 +1,90 @@
+"""What several test modules share: a running daemon with the demo model, and the proof that nothing stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from bloomery.runtime.runtime_files import SHARED_MEMORY, owner_is_alive, runtime_directory
+
+START_SECONDS = 110.0  # a first start compiles the kernels
+
+
+def left_behind() -> set[str]:
+    """Names of segments and sockets whose owner is dead. Those of daemons that run beside the tests do not count."""
+    names = [path.name for folder in (SHARED_MEMORY, runtime_directory()) for path in folder.glob("bloomery-*")]
+    return {name for name in names if not owner_is_alive(name)}
+
+
+def program(name: str, *arguments: str) -> list[str]:
+    """Command line of one of our programs, run by the interpreter that runs the tests."""
+    return [sys.executable, "-m", f"bloomery.launcher.{name}", *arguments]
+
+
+@dataclass(frozen=True)
+class Daemon:
+    process: subprocess.Popen[str]
+    ready: dict[str, Any]
+
+    @property
+    def endpoint(self) -> str:
+        return str(self.ready["endpoint"])
+
+
+def start_daemon(*arguments: str, seconds: float = START_SECONDS) -> Daemon:
+    """bloomery-launch with --json-status; returns when it has printed its line."""
+    command = program("launch", "--json-status", *arguments)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        readable = selector.select(seconds)
+    line = process.stdout.readline() if readable else ""
+    if not line:
+        process.kill()
+        _, errors = process.communicate()
+        raise AssertionError(f"no daemon after {seconds:.0f} s: {errors}")
+    return Daemon(process, json.loads(line))
+
+
+def stop_daemon(daemon: Daemon, seconds: float = 20.0) -> int:
+    """SIGTERM, then the exit status. A daemon that does not go is killed, and the test fails."""
+    if daemon.process.poll() is None:
+        daemon.process.send_signal(signal.SIGTERM)
+    try:
+        daemon.process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        daemon.process.kill()
+        daemon.process.communicate()
+        raise AssertionError(f"the daemon still ran {seconds:.0f} s after SIGTERM") from None
+    return daemon.process.returncode
+
+
+def wait_until_gone(pids: list[int], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+        assert time.monotonic() < deadline, f"processes {pids} are still there"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def demo_daemon() -> Iterator[Daemon]:
+    """One daemon a test module, with the shipped model and room for two sequences; clean exit and no segment left."""
+    before = left_behind()
+    daemon = start_daemon("--parallel", "2")
+    try:
+        yield daemon
+    finally:
+        status = stop_daemon(daemon)
+    assert status == 0
+    assert left_behind() <= before, "segments or sockets stayed behind"
