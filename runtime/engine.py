@@ -1,0 +1,384 @@
+"""Continuous batching: requests in, events out, one executor step after the other.
+
+Owns queue, running sequences and the order in which they meet the executor. Knows no sockets and no processes. `run`
+and everything that touches slots or steps belong to one thread, the engine's; `submit`, `abort`, `hold`, `status`,
+`metrics`, `drain` and `close` may be called from any thread and never wait for a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bloomery.runtime.engine_counters import EngineCounters
+from bloomery.runtime.errors import BloomeryError, RequestError, StepAborted, WorkerLost
+from bloomery.runtime.executor import StepExecutor, StepResult, StepRows
+from bloomery.runtime.requests import Event, Failed, GenerationRequest
+from bloomery.runtime.scheduler import Scheduler
+from bloomery.runtime.sequence import Sequence, Sink, Why
+from bloomery.runtime.slots import SlotPool
+
+if TYPE_CHECKING:
+    from bloomery.runtime.chat_template import ChatTemplate
+    from bloomery.runtime.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """A request's events go to its sink: from the engine's thread, or, if the request ends before it is admitted, from
+    the thread that ended it. A sink must not block; one that raises ends its request."""
+
+    def __init__(
+        self, executor: StepExecutor, tokenizer: Tokenizer, template: ChatTemplate | None, *, queue_limit: int = 64
+    ) -> None:
+        assert executor.slots <= min(executor.max_rows, executor.max_out_rows)
+        self._executor, self._tokenizer, self._template = executor, tokenizer, template
+        self._queue_limit = queue_limit
+        self._pool = SlotPool(executor.slots, executor.copy_prefix)
+        self._scheduler = Scheduler(executor.max_rows, executor.max_out_rows)
+        self._counters = EngineCounters(executor.slots)
+        self._lock = threading.Lock()  # guards the next four; never held during a step, a copy or a sink's call
+        self._preparing: dict[bytes, Why | None] = {}  # being tokenised; with the reason to end, if one came meanwhile
+        self._queue: deque[Sequence] = deque()
+        self._known: dict[bytes, Sequence] = {}  # queued and running
+        self._step_of: tuple[Sequence, ...] = ()  # whom the running step is for, if it has prompt rows
+        self._running: list[Sequence] = []  # in order of admission; changed by the engine's thread alone
+        self._wake = threading.Event()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._interrupted = self._draining = self._closed = self._recovering = False
+        self._defect: RequestError | None = None
+        self._started = time.monotonic()
+
+    # Called from any thread.
+
+    def submit(self, request: GenerationRequest, sink: Sink) -> None:
+        """Queues a request, or fails it at once. Renders and tokenises the prompt in the calling thread (up to a second
+        for megabytes of text): a thread that must not wait leaves the call to another."""
+        try:
+            sequence = self._prepare(request, sink)
+        except Exception as error:
+            failure = as_failure(error)
+            self._counters.ended(failure.code)
+            sink(Failed(request.request_id, failure.code, failure.message, failure.hint, failure.details))
+            return
+        if sequence.interrupted:
+            self._deliver(sequence, sequence.interrupt(sequence.interrupted))
+        else:
+            self._wake.set()
+
+    def abort(self, request_id: bytes, failure: RequestError | None = None) -> bool:
+        """Ends a request: Final(reason="aborted"), or Failed if a failure is given. A queued one ends at once, a
+        running one after the step; a prompt step that serves no other request is cut short. False if it is unknown."""
+        why: Why = failure or "aborted"
+        with self._lock:
+            if request_id in self._preparing:
+                self._preparing[request_id] = self._preparing[request_id] or why
+                return True
+            sequence = self._known.get(request_id)
+            if sequence is None:
+                return False
+            sequence.interrupted = sequence.interrupted or why
+            queued = sequence in self._queue
+            if queued:
+                self._queue.remove(sequence)
+            elif self._step_of and all(other.interrupted for other in self._step_of):
+                self._executor.abort()
+            self._interrupted = True
+        if queued:
+            self._deliver(sequence, sequence.interrupt(sequence.interrupted))
+        self._wake.set()
+        return True
+
+    def hold(self, request_id: bytes, held: bool) -> bool:
+        """Keeps a request's rows out of steps, or lets them in again (its reader lags behind). It keeps its slot."""
+        sequence = self._known.get(request_id)
+        if sequence is not None:
+            sequence.on_hold = held
+            self._wake.set()
+        return sequence is not None
+
+    def drain(self) -> None:
+        """No new requests: queued ones fail, running ones are finished. `wait_idle` tells when."""
+        self._draining = True
+        self._fail_queued(shutting_down())
+
+    def wait_idle(self, timeout: float | None = None) -> bool:
+        """Waits until no request is queued or running; False after the time-out (seconds)."""
+        return self._idle.wait(timeout)
+
+    def close(self) -> None:
+        """Ends every request and `run`. The executor stays open; it belongs to the caller."""
+        self._closed = True
+        self._fail_queued(shutting_down())
+        self._executor.abort()
+        self._wake.set()
+
+    @property
+    def state(self) -> str:
+        """ready, loading (lost workers are being replaced), draining or failed (`status` has the message)."""
+        if self._defect:
+            return "failed"
+        if self._draining or self._closed:
+            return "draining"
+        return "loading" if self._recovering else "ready"
+
+    def status(self) -> dict[str, Any]:
+        """What is going on now; plain values. Read without a lock, so neighbours may differ by one step."""
+        owners = {sequence.slot.index: sequence for sequence in tuple(self._running) if sequence.slot}
+        return {
+            "state": self.state,
+            "error": self._defect.message if self._defect else "",
+            "uptime_seconds": time.monotonic() - self._started,
+            "slots": [
+                {
+                    "slot": slot.index,
+                    "context": self._executor.context,
+                    "cached": slot.count,
+                    **(owners[slot.index].status() if slot.index in owners else {"request": ""}),
+                }
+                for slot in self._pool.slots
+            ],
+            "queue": len(self._queue) + len(self._preparing),
+            "queue_limit": self._queue_limit,
+            "steps": self._counters.steps,
+            "prompt_tokens_per_second": self._scheduler.prompt_rate,
+            "generated_tokens_per_second": self._counters.generation_rate,
+        }
+
+    def metrics(self) -> dict[str, Any]:
+        """Counters since the start and gauges; plain values, names of their units (tokens, seconds, steps)."""
+        return {
+            **self._counters.values(),
+            "queue_depth": len(self._queue) + len(self._preparing),
+            "running": len(self._running),
+            "slots": len(self._pool.slots),
+            "cache_tokens_used": self._pool.held_tokens,
+            "cache_tokens_total": len(self._pool.slots) * self._executor.context,
+            "executor": self._executor.statistics(),
+        }
+
+    # The engine's thread.
+
+    def run(self) -> None:
+        """Serves requests in the calling thread until `close`."""
+        try:
+            while True:
+                self._wake.clear()
+                if not self.turn():
+                    if self._closed:
+                        return
+                    self._wake.wait()
+        except BaseException as error:
+            self._give_up(as_failure(error))
+            raise
+
+    def turn(self) -> bool:
+        """Ends interrupted requests, admits waiting ones, runs one step. False if there was nothing to run."""
+        if self._closed:
+            self._end_running(shutting_down())
+            return False
+        if self._interrupted:
+            self._interrupted = False
+            for sequence in tuple(self._running):
+                if sequence.interrupted:
+                    self._deliver(sequence, sequence.interrupt(sequence.interrupted))
+        if self._queue:
+            self._admit()
+        parts = self._scheduler.plan(self._running, bool(self._queue))
+        if not parts:
+            return False
+        prompt_rows = sum(rows for sequence, rows in parts if sequence.rows_left > 1)
+        streams = sum(sequence.rows_left == 1 for sequence, _ in parts)
+        out_rows = [sequence.out_rows(rows) for sequence, rows in parts]
+        result = self._step(parts, out_rows, prompt_rows > 0)
+        if result is None:
+            return True
+        self._scheduler.observe(prompt_rows + streams, prompt_rows, streams, result.seconds)
+        self._counters.step(prompt_rows + streams, prompt_rows, result.seconds)
+        first = 0
+        for (sequence, rows), outs in zip(parts, out_rows, strict=True):
+            logits, greedy = result.logits[first : first + outs], result.greedy[first : first + outs]
+            first += outs
+            self._counters.prompt_tokens += min(rows, sequence.prompt_left)
+            before = sequence.generated
+            self._deliver(sequence, sequence.accept(rows, logits, greedy))
+            self._counters.generated_tokens += sequence.generated - before
+        return True
+
+    def _prepare(self, request: GenerationRequest, sink: Sink) -> Sequence:
+        request_id = request.request_id
+        with self._lock:
+            self._check_open()
+            if request_id in self._known or request_id in self._preparing:
+                raise RequestError("duplicate_request", f"request {request_id.hex()} is already being served")
+            waiting, idle = len(self._queue) + len(self._preparing), self._pool.idle
+            if waiting >= self._queue_limit + idle:
+                raise RequestError(
+                    "overloaded",
+                    f"{waiting} requests wait for {len(self._pool.slots)} slots, the queue holds {self._queue_limit}",
+                    "try again after retry_after_s seconds",
+                    retry_after_s=self._counters.wait_estimate(waiting),
+                    limit=self._queue_limit,
+                    queued=waiting,
+                )
+            self._preparing[request_id] = None
+            self._idle.clear()
+        try:
+            sequence = Sequence(request, sink, self._tokenizer, self._template, self._executor.context)
+        except BaseException:
+            with self._lock:
+                del self._preparing[request_id]
+                self._note_idle()
+            raise
+        with self._lock:
+            sequence.interrupted = self._preparing.pop(request_id)
+            self._note_idle()
+            self._check_open()
+            if sequence.interrupted is None:
+                self._known[request_id] = sequence
+                self._queue.append(sequence)
+                self._idle.clear()
+        return sequence
+
+    def _check_open(self) -> None:
+        if self._defect:
+            raise self._defect
+        if self._draining or self._closed:
+            raise shutting_down()
+
+    def _admit(self) -> None:
+        """First come, first served: fills idle slots from the queue."""
+        while self._pool.idle:
+            with self._lock:
+                if not self._queue:
+                    return
+                sequence = self._queue.popleft()
+                self._running.append(sequence)
+            try:
+                slot, cached = self._pool.acquire(sequence.tokens, sequence.prompt_length, sequence.reuse)
+            except WorkerLost as error:
+                self._recover(error)
+            except Exception as error:
+                self._deliver(sequence, sequence.interrupt(as_failure(error)))
+            else:
+                self._counters.cached_tokens += cached
+                self._deliver(sequence, [sequence.start(slot, cached)])
+
+    def _step(self, parts: list[tuple[Sequence, int]], out_rows: list[int], prompt: bool) -> StepResult | None:
+        """Runs a step; None if it has no result. Nothing is recorded of such a step: its rows are computed again."""
+        rows = step_rows(parts, out_rows)
+        if prompt:
+            with self._lock:
+                self._step_of = tuple(sequence for sequence, _ in parts)
+                if all(sequence.interrupted for sequence in self._step_of):
+                    self._step_of = ()
+                    return None
+        try:
+            return self._executor.step(rows)
+        except StepAborted:
+            self._counters.aborted_steps += 1
+        except WorkerLost as error:
+            self._recover(error)
+        except Exception as error:
+            failure = as_failure(error)
+            for sequence, _ in parts:
+                self._deliver(sequence, sequence.interrupt(failure))
+        finally:
+            if prompt:
+                with self._lock:
+                    self._step_of = ()
+        return None
+
+    def _deliver(self, sequence: Sequence, events: Iterable[Event]) -> None:
+        """Passes events on. Whatever goes wrong with one request, in its sampling or in its sink, ends that request."""
+        try:
+            for event in events:
+                if event is sequence.ended:
+                    self._forget(sequence)
+                sequence.sink(event)
+        except Exception as error:
+            failure = as_failure(error)
+            if sequence.ended is None:
+                self._deliver(sequence, sequence.interrupt(failure))
+
+    def _forget(self, sequence: Sequence) -> None:
+        """Frees what an ended request holds, before its last event is sent."""
+        assert sequence.ended is not None
+        if sequence in self._running:
+            self._running.remove(sequence)
+        if sequence.slot:
+            self._pool.release(sequence.slot)
+        self._counters.ended(sequence.ended)
+        with self._lock:
+            self._known.pop(sequence.request_id, None)
+            self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self._known and not self._preparing:
+            self._idle.set()
+
+    def _recover(self, error: WorkerLost) -> None:
+        log.error("a worker was lost: %s", error)
+        self._recovering = True
+        self._end_running(RequestError("worker_lost", error.message, error.hint or "send the request again"))
+        try:
+            self._executor.recover()
+            self._counters.recoveries += 1
+        except Exception as failed:
+            message = f"lost workers could not be replaced: {failed}"
+            self._give_up(RequestError("worker_lost", message, "restart the daemon"))
+        self._recovering = False
+
+    def _give_up(self, failure: RequestError) -> None:
+        """Nothing can be served any more; `status` says so."""
+        self._defect = failure
+        self._end_running(failure)
+        self._fail_queued(failure)
+
+    def _end_running(self, failure: RequestError) -> None:
+        for sequence in tuple(self._running):
+            self._deliver(sequence, sequence.interrupt(sequence.interrupted or failure))
+
+    def _fail_queued(self, failure: RequestError) -> None:
+        with self._lock:
+            queued, self._queue = tuple(self._queue), deque()
+        for sequence in queued:
+            self._deliver(sequence, sequence.interrupt(failure))
+
+
+def step_rows(parts: list[tuple[Sequence, int]], out_rows: list[int]) -> StepRows:
+    """The next rows of each sequence, one sequence after the other; the last `out_rows` of each want logits."""
+    total = sum(rows for _, rows in parts)
+    tokens, slots, positions = np.empty((3, total), dtype=np.int32)
+    wanted: list[int] = []
+    end = 0
+    for (sequence, rows), outs in zip(parts, out_rows, strict=True):
+        slot = sequence.slot
+        assert slot is not None
+        begin, end = end, end + rows
+        tokens[begin:end] = sequence.tokens[slot.count : slot.count + rows]
+        slots[begin:end] = slot.index
+        positions[begin:end] = np.arange(slot.count, slot.count + rows)
+        wanted.extend(range(end - outs, end))
+    return StepRows(tokens, slots, positions, np.array(wanted, dtype=np.int32))
+
+
+def as_failure(error: BaseException) -> RequestError:
+    """What a client is told of an exception; one that is nobody's input is also logged with its trace."""
+    if isinstance(error, RequestError):
+        return error
+    if not isinstance(error, BloomeryError):
+        log.error("internal error", exc_info=error)
+    return RequestError("internal", f"{type(error).__name__}: {error}", "the daemon's log has the trace")
+
+
+def shutting_down() -> RequestError:
+    return RequestError("shutting_down", "the daemon is shutting down", "send the request to another one or try later")

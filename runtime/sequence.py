@@ -1,0 +1,253 @@
+"""One request on its way from prompt to last token: its tokens, its text, its events.
+
+Owns what a request asks for, checked, and what it has produced. Knows no other sequence, no step and no thread: the
+engine tells it which of its rows have been computed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bloomery.runtime.errors import RequestError
+from bloomery.runtime.requests import Admitted, Chunk, Event, Failed, Final, FinishReason, GenerationRequest, Progress
+from bloomery.runtime.sampling import (
+    Sampler,
+    check_integer,
+    check_list,
+    check_sampling,
+    invalid,
+    token_logprobs,
+)
+from bloomery.runtime.slots import Slot
+from bloomery.runtime.stop_strings import StopStrings
+from bloomery.runtime.tokenizer import Detokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from bloomery.runtime.chat_template import ChatTemplate
+
+Sink = Callable[[Event], None]
+Why: TypeAlias = RequestError | Literal["aborted"]
+
+
+class Sequence:
+    """`tokens[:length]` are the known tokens (prompt, then generated); the slot's record is the same array, and
+    `slot.count` of them are in the cache. `ended` is the event that ends the request, once it is known."""
+
+    def __init__(
+        self, request: GenerationRequest, sink: Sink, tokenizer: Tokenizer, template: ChatTemplate | None, context: int
+    ) -> None:
+        """Checks the request and tokenises its prompt. Raises RequestError."""
+        self.request, self.sink = request, sink
+        self.submitted = self.admitted = self.prompt_done = time.perf_counter()
+        check_request(request, tokenizer.vocabulary)
+        prompt = prompt_tokens(request, tokenizer, template)
+        self.prompt_length = len(prompt)
+        if self.prompt_length > context:
+            raise RequestError(
+                "exceed_context_size",
+                f"the prompt has {self.prompt_length} tokens, a slot's context {context}",
+                "shorten the prompt or start the daemon with a larger --ctx",
+                prompt_tokens=self.prompt_length,
+                context=context,
+            )
+        room = context + 1 - self.prompt_length  # the last token needs no place in the cache
+        self._limit = room if request.max_tokens < 0 else min(request.max_tokens, room)
+        self._limit_reason: FinishReason = "length" if self._limit == request.max_tokens else "context"
+        self.tokens = np.empty(self.prompt_length + self._limit, dtype=np.int32)
+        self.tokens[: self.prompt_length] = prompt
+        self.length = self.prompt_length
+        self._ends = frozenset(request.stop_tokens)
+        if not request.ignore_eos:
+            self._ends |= tokenizer.end_tokens
+        self.sampler = Sampler(request.sampling, tokenizer.end_tokens if request.ignore_eos else frozenset())
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stops = StopStrings(request.stop)
+        self._all_rows = request.score_prompt or request.logits == "all"
+        self.slot: Slot | None = None
+        self.cached = 0
+        self.on_hold = False
+        self.interrupted: Why | None = None  # set by any thread; the engine's ends the request then
+        self.ended: Final | Failed | None = None
+
+    @property
+    def request_id(self) -> bytes:
+        return self.request.request_id
+
+    @property
+    def generated(self) -> int:
+        return self.length - self.prompt_length
+
+    @property
+    def reuse(self) -> bool:
+        """Whether a cached prefix may stand for prompt rows: not if something is asked of every row."""
+        return self.request.cache_prompt and not self._all_rows
+
+    @property
+    def held(self) -> bool:
+        return self.on_hold or self.interrupted is not None
+
+    @property
+    def rows_left(self) -> int:
+        assert self.slot is not None
+        return self.length - self.slot.count
+
+    @property
+    def prompt_left(self) -> int:
+        """Prompt tokens that are not yet in the cache."""
+        assert self.slot is not None
+        return max(0, self.prompt_length - self.slot.count)
+
+    def status(self) -> dict[str, int | str]:
+        """What `Engine.status` says of it; `position` is the number of tokens known so far."""
+        return {
+            "request": self.request_id.hex(),
+            "phase": "prompt" if self.prompt_left else "generate",
+            "position": self.length,
+            "prompt_tokens": self.prompt_length,
+            "cached_tokens": self.cached,
+            "generated_tokens": self.generated,
+        }
+
+    def out_rows(self, rows: int) -> int:
+        """How many of the next `rows` rows need logits."""
+        if self._all_rows:
+            return rows
+        return 1 if rows and rows == self.rows_left and self._limit else 0
+
+    def start(self, slot: Slot, cached: int) -> Admitted:
+        self.slot, self.cached, self.admitted = slot, cached, time.perf_counter()
+        return Admitted(self.request_id, slot.index, self.prompt_length, cached)
+
+    def accept(self, rows: int, logits: NDArray[np.float32], greedy: NDArray[np.int32]) -> Iterator[Event]:
+        """Takes the results of its next `rows` rows: logits (float32, out_rows(rows) x V, valid during this call) and
+        their argmax. Yields events, the last of which ends the request if it sets `ended`."""
+        assert self.slot is not None
+        first, last = self.slot.count, self.slot.count + rows
+        self.slot.count = last
+        if first < self.prompt_length:
+            now = time.perf_counter()
+            yield Progress(self.request_id, last, self.prompt_length, self.cached, now - self.admitted)
+            self.prompt_done = now
+        scores: tuple[float, ...] = ()
+        if self.request.score_prompt and first < self.prompt_length - 1:
+            targets = self.tokens[first + 1 : min(last + 1, self.prompt_length)]
+            scores = tuple(token_logprobs(logits[: len(targets)], targets).tolist())
+        rows_of_logits = logits.copy() if self.request.logits == "all" else None
+        if last < self.length or not self._limit:
+            if scores or rows_of_logits is not None:
+                yield Chunk(self.request_id, prompt_logprobs=scores, logits=rows_of_logits)
+            if last == self.length:
+                self.ended = self.final("length")
+                yield self.ended
+            return
+        if self.request.logits == "generated":
+            rows_of_logits = logits[-1:].copy()
+        yield from self._generate(logits[-1], int(greedy[-1]), scores, rows_of_logits)
+
+    def _generate(
+        self, logits: NDArray[np.float32], greedy: int, scores: tuple[float, ...], rows: NDArray[np.float32] | None
+    ) -> Iterator[Event]:
+        token = self.sampler.choose(logits, greedy, self.tokens[: self.length])
+        self.tokens[self.length] = token
+        self.length += 1
+        logprobs = (self.sampler.logprob(logits, token),) if self.request.sampling.logprobs else ()
+        reason: FinishReason | None = None
+        if token in self._ends:
+            text, reason = "", "stop"
+        else:
+            text = self._stops.push(self._detokenizer.push(token))
+        if not reason and not self._stops.found and self.generated == self._limit:
+            reason = self._limit_reason
+        if reason:
+            text += self._rest()
+        if self._stops.found:
+            reason = "stop"
+        yield Chunk(self.request_id, (token,), text, logprobs, scores, rows)
+        if reason:
+            self.ended = self.final(reason)
+            yield self.ended
+
+    def _rest(self) -> str:
+        """The text still held back: an incomplete character, the beginning of a stop string that did not come."""
+        text = self._stops.push(self._detokenizer.flush())
+        return text + self._stops.finish()
+
+    def interrupt(self, why: Why) -> Iterator[Event]:
+        """Ends the request before its time."""
+        if isinstance(why, RequestError):
+            self.ended = Failed(self.request_id, why.code, why.message, why.hint, why.details)
+        else:
+            if text := self._rest():
+                yield Chunk(self.request_id, text=text)
+            self.ended = self.final(why)
+        yield self.ended
+
+    def final(self, reason: FinishReason) -> Final:
+        now = time.perf_counter()
+        started = self.admitted if self.slot else now
+        prompt_done = max(self.prompt_done, started) if self.slot else now
+        return Final(
+            self.request_id,
+            reason,
+            self._stops.found,
+            self.prompt_length,
+            self.cached,
+            self.generated,
+            self.sampler.seed,
+            queue_seconds=started - self.submitted,
+            prompt_seconds=prompt_done - started,
+            generate_seconds=now - prompt_done,
+        )
+
+
+def check_request(request: GenerationRequest, vocabulary: int) -> None:
+    """Raises RequestError("invalid_request") that names the first field out of its range."""
+    check_sampling(request.sampling, vocabulary)
+    check_integer("max_tokens", request.max_tokens, -1, 2**31 - 1)
+    for stop in check_list("stop", request.stop):
+        if not isinstance(stop, str) or not stop:
+            raise invalid("stop", stop, "strings that are not empty")
+    for token in check_list("stop_tokens", request.stop_tokens):
+        check_integer("stop_tokens", token, 0, vocabulary - 1)
+    if request.logits not in ("none", "generated", "all"):
+        raise invalid("logits", request.logits, '"none", "generated" or "all"')
+
+
+def prompt_tokens(request: GenerationRequest, tokenizer: Tokenizer, template: ChatTemplate | None) -> NDArray[np.int32]:
+    """The prompt's tokens (int32). A rendered chat that already begins with BOS gets no second one."""
+    if request.tokens is not None:
+        field, tokens = "tokens", check_list("tokens", request.tokens)
+    elif request.text is not None:
+        if not isinstance(request.text, str):
+            raise invalid("text", request.text, "a string")
+        field, tokens = "text", encode(tokenizer, request.text, request.add_special, request.parse_special)
+    else:
+        if template is None:
+            raise RequestError("unsupported", "the model file has no chat template", "send text or tokens instead")
+        variables = {"add_generation_prompt": True, **request.template_variables}
+        text = template.render(request.messages, **variables)
+        bos = "" if tokenizer.bos is None else tokenizer.piece(tokenizer.bos).decode("utf-8", "replace")
+        add_special = request.add_special and not (bos and text.startswith(bos))
+        field, tokens = "messages", encode(tokenizer, text, add_special, True)
+    if not tokens:
+        raise invalid(field, "empty", "at least one token")
+    try:
+        array = np.asarray(tokens)
+    except (ValueError, OverflowError):
+        array = np.empty(0)
+    if array.ndim != 1 or array.dtype.kind != "i" or array.min() < 0 or array.max() >= tokenizer.vocabulary:
+        for token in tokens:
+            check_integer(field, token, 0, tokenizer.vocabulary - 1)
+    return array.astype(np.int32)
+
+
+def encode(tokenizer: Tokenizer, text: str, add_special: bool, parse_special: bool) -> list[int]:
+    try:
+        return tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
+    except UnicodeError as error:
+        raise RequestError("invalid_request", f"the text is not valid Unicode: {error}", field="text") from error

@@ -1,0 +1,88 @@
+"""The slots of the caches: which tokens each one holds, who uses it, and where a new prompt finds most of itself.
+
+Knows nothing of requests or steps. Used by the engine's thread alone; other threads may read `Slot` fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+CopyPrefix = Callable[[int, int, int], None]
+
+# A copy is an errand to every worker: fewer tokens than this are computed again instead.
+COPY_AT_LEAST = 16
+
+
+class Slot:
+    """One place in the caches: positions 0..count-1 hold `tokens[:count]` and nothing else is claimed."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.tokens: NDArray[np.int32] = np.empty(0, dtype=np.int32)
+        self.count = 0
+        self.busy = False
+        self.last_used = 0
+
+    def match(self, prompt: NDArray[np.int32]) -> int:
+        """Length of the longest common prefix of `prompt` and what the slot holds."""
+        limit = min(self.count, len(prompt))
+        differs = self.tokens[:limit] != prompt[:limit]
+        first = int(differs.argmax()) if limit else 0
+        return first if limit and differs[first] else limit
+
+
+class SlotPool:
+    """Hands out at most one slot a sequence and remembers what idle slots hold."""
+
+    def __init__(self, slots: int, copy_prefix: CopyPrefix) -> None:
+        self.slots = tuple(Slot(index) for index in range(slots))
+        self._copy_prefix = copy_prefix
+        self._clock = 0
+
+    @property
+    def idle(self) -> int:
+        return sum(not slot.busy for slot in self.slots)
+
+    @property
+    def held_tokens(self) -> int:
+        return sum(slot.count for slot in self.slots)
+
+    def acquire(self, tokens: NDArray[np.int32], prompt_length: int, reuse: bool) -> tuple[Slot, int]:
+        """Takes a slot for a sequence whose buffer is `tokens` (int32; it begins with the prompt and becomes the slot's
+        record) and returns it with the number of prompt tokens already in its cache. At least one slot is idle.
+
+        The last prompt token is never counted as cached: its row has to be computed for its logits.
+        """
+        idle = [slot for slot in self.slots if not slot.busy]
+        victim = min(idle, key=lambda slot: (slot.last_used, slot.index))
+        cached = 0
+        if reuse:
+            prompt = tokens[: prompt_length - 1]
+            found = [(slot.match(prompt), not slot.busy, slot) for slot in self.slots]
+            cached, _, source = max(found, key=lambda entry: entry[:2])  # the longest; of equals an idle one
+            in_place = next((match for match, _, slot in found if slot is victim))
+            if not source.busy and not worth_keeping(source, cached):
+                victim = source
+            elif source is not victim and cached - in_place >= COPY_AT_LEAST:
+                victim.count = 0  # nothing is claimed while the rows are being overwritten
+                self._copy_prefix(source.index, victim.index, cached)
+            else:
+                cached = in_place
+        victim.busy = True
+        victim.tokens, victim.count = tokens, cached
+        return victim, cached
+
+    def release(self, slot: Slot) -> None:
+        """Gives a slot back. What it holds stays usable for later prompts."""
+        assert slot.busy
+        self._clock += 1
+        slot.busy, slot.last_used = False, self._clock
+
+
+def worth_keeping(slot: Slot, match: int) -> bool:
+    """Whether the tokens behind a match are worth a copy of the match to another slot: a conversation that shares a
+    long instruction with the new one is, the few tokens by which a client's history differs from ours are not."""
+    return slot.count - match > max(COPY_AT_LEAST, match // 8)
