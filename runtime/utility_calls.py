@@ -1,0 +1,135 @@
+"""Calls that need tokenizer or template but no model step: tokenize, detokenize, apply_template.
+
+Owns their arguments, results and bounds, and the thread that runs them and prepares prompts. It knows no sockets.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from bloomery.runtime.errors import BloomeryError, RequestError
+from bloomery.runtime.field_types import Field, Schema, array, flag, mapping, text, token_array
+
+if TYPE_CHECKING:
+    from bloomery.runtime.chat_template import ChatTemplate
+    from bloomery.runtime.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+PENDING_LIMIT = 1024
+
+TOKENIZE_SCHEMA = Schema(
+    "tokenize",
+    (
+        Field("text", text()),
+        Field("add_special", flag(), True),
+        Field("parse_special", flag(), True),
+        Field("pieces", flag(), False),
+    ),
+)
+DETOKENIZE_SCHEMA = Schema("detokenize", (Field("tokens", token_array()), Field("special", flag(), False)))
+TEMPLATE_SCHEMA = Schema(
+    "apply_template",
+    (
+        Field("messages", array(mapping(), 1 << 16)),
+        Field("add_generation_prompt", flag(), True),
+        Field("template_variables", mapping(), {}),
+    ),
+)
+
+
+class UtilityCalls:
+    """The methods of the client socket by name. Runs in whatever thread calls it."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._methods: dict[str, tuple[Schema, Callable[..., dict[str, Any]]]] = {
+            "tokenize": (TOKENIZE_SCHEMA, self._tokenize),
+            "detokenize": (DETOKENIZE_SCHEMA, self._detokenize),
+            "apply_template": (TEMPLATE_SCHEMA, self._apply_template),
+        }
+
+    def run(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Value of a call. Raises RequestError: "not_found", "invalid_request", "unsupported"."""
+        if method not in self._methods:
+            names = ", ".join(self._methods)
+            raise RequestError(
+                "not_found", f"no method {method[:60]!r} on this socket; there are {names}", method=method[:60]
+            )
+        schema, function = self._methods[method]
+        return function(**schema.read(arguments, "arguments"))
+
+    def _tokenize(self, text: str, add_special: bool, parse_special: bool, pieces: bool) -> dict[str, Any]:
+        tokens = self._tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
+        value: dict[str, Any] = {"tokens": tokens}
+        if pieces:
+            value["pieces"] = [self._tokenizer.piece(token) for token in tokens]
+        return value
+
+    def _detokenize(self, tokens: tuple[int, ...], special: bool) -> dict[str, Any]:
+        vocabulary = self._tokenizer.vocabulary
+        for index, token in enumerate(tokens):
+            if token >= vocabulary:
+                field = f"arguments.tokens[{index}]"
+                raise RequestError(
+                    "invalid_request", f"field {field}: token {token} of a vocabulary of {vocabulary}", field=field
+                )
+        return {"text": self._tokenizer.decode(tokens, special=special)}
+
+    def _apply_template(
+        self, messages: tuple[dict[str, Any], ...], add_generation_prompt: bool, template_variables: dict[str, Any]
+    ) -> dict[str, Any]:
+        if self._template is None:
+            raise RequestError("unsupported", "the model file has no chat template", "send text or tokens")
+        variables = {name: value for name, value in template_variables.items() if name != "messages"}
+        rendered = self._template.render(list(messages), add_generation_prompt=add_generation_prompt, **variables)
+        return {"text": rendered}
+
+
+class Workbench:
+    """One thread that does, in order, what would keep the socket's thread from its messages."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue(PENDING_LIMIT)
+        self._thread = threading.Thread(target=self._run, name="bloomery-utility", daemon=True)
+        self._thread.start()
+
+    def put(self, task: Callable[[], None]) -> None:
+        """Raises RequestError("overloaded") when too much is waiting already."""
+        try:
+            self._tasks.put_nowait(task)
+        except queue.Full:
+            raise RequestError(
+                "overloaded",
+                f"{PENDING_LIMIT} calls are waiting",
+                "try again later",
+                retry_after_s=1,
+                limit=PENDING_LIMIT,
+            ) from None
+
+    def close(self) -> None:
+        """Finishes what is queued."""
+        self._tasks.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while task := self._tasks.get():
+            try:
+                task()
+            except Exception:
+                log.exception("a task of the utility thread failed")
+
+
+def as_request_error(error: Exception) -> RequestError:
+    """What a client is told about an exception: its own text if it is meant for people, else "internal"."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, BloomeryError):
+        return RequestError("internal", error.message, error.hint)
+    log.error("unexpected failure", exc_info=error)
+    return RequestError("internal", f"{type(error).__name__}: {error}", "the daemon's log has the trace")
