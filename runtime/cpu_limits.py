@@ -17,7 +17,7 @@ def affinity_mask() -> frozenset[int]:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """CPUs' worth of time a second that this process's control groups grant, the least of all levels; None: no limit."""
+    """CPUs' worth of time a second that the control groups grant, the least of all levels; None: no limit."""
     quotas = [quota for folder, read in _groups(root) if (quota := read(folder)) is not None]
     return min(quotas, default=None)
 

@@ -30,8 +30,8 @@ D = TypeVar("D")
 REQUIRED: Final[Any] = object()
 """Default of `ModelFile.key`: the key must be present."""
 
-ALL_BLOCKS: Final = 4096  # tensors of up to this many blocks are checked whole
-SAMPLED_RUNS, RUN_BLOCKS = 4, 64  # of greater ones a few runs: each touches one or two pages of a file that may be cold
+WHOLE_BYTES: Final = 256 << 10  # tensors of up to this size are checked whole
+SAMPLED_RUNS, RUN_BYTES = 4, 8 << 10  # of greater ones a few runs: each touches two or three pages of a maybe cold file
 SAMPLE_SEED: Final = 20240229
 
 
@@ -211,9 +211,9 @@ def check_finite(tensor: Tensor, generator: np.random.Generator) -> None:
     """Refuses a tensor with a NaN or infinite scale among a sample of its blocks (all of them if it is small)."""
     blocks = tensor.data.reshape(-1, tensor.quant_type.block_bytes)
     starts, length = [0], blocks.shape[0]
-    if length > ALL_BLOCKS:
-        starts = [0, *generator.integers(0, length - RUN_BLOCKS, SAMPLED_RUNS - 1).tolist()]
-        length = RUN_BLOCKS
+    if tensor.nbytes > WHOLE_BYTES:
+        length = RUN_BYTES // tensor.quant_type.block_bytes
+        starts += generator.integers(0, blocks.shape[0] - length, SAMPLED_RUNS - 1).tolist()
     for start in starts:
         bad = tensor.quant_type.non_finite(blocks[start : start + length])
         if bad.any():
