@@ -1,0 +1,89 @@
+"""The reference executor with activations rounded as ggml rounds them before each product with quantised weights.
+
+Owns a model of the error that any engine with 8-bit activations makes: it says how far two right engines may lie apart
+(see oracle_kit/gates.py). Knows the activation formats, nothing of how integer kernels compute.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from bloomery.runtime.executor import StepRows
+from bloomery.runtime.program import HeadMatMul, MatMul, Op, RoutedExperts
+from bloomery.runtime.reference import ReferenceExecutor
+from bloomery.runtime.reference_ops import Floats, head_matmul, swiglu
+from numpy.typing import NDArray
+
+# What ggml's CPU backend rounds activations to, by the quant type of the weight (ggml-cpu.c, type_traits_cpu)
+_BLOCKS_OF_256 = {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"}
+_BLOCKS_OF_32 = {"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL"}
+
+
+def rounded(x: Floats, weight_type: str) -> Floats:
+    """x (..., n) as a product with weights of this type sees it."""
+    if weight_type in _BLOCKS_OF_256:
+        return _q8_k(x)
+    if weight_type in _BLOCKS_OF_32:
+        return _q8_0(x)
+    if weight_type == "F16":
+        return x.astype(np.float16).astype(x.dtype)
+    assert weight_type == "F32", weight_type
+    return x
+
+
+def _q8_k(x: Floats) -> Floats:
+    """Blocks of 256, one float32 scale: the element of greatest magnitude becomes -127."""
+    blocks = x.astype(np.float32).reshape(*x.shape[:-1], -1, 256)
+    peak = np.take_along_axis(blocks, np.abs(blocks).argmax(-1)[..., None], -1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        inverse = np.where(peak == 0, np.float32(0), np.float32(-127) / peak)
+        scale = np.where(peak == 0, np.float32(0), np.float32(1) / inverse)
+    whole = np.minimum(np.rint(inverse * blocks), 127)
+    return (whole.astype(x.dtype) * scale.astype(x.dtype)).reshape(x.shape)
+
+
+def _q8_0(x: Floats) -> Floats:
+    """Blocks of 32, scale greatest magnitude / 127, kept as float16."""
+    blocks = x.astype(np.float32).reshape(*x.shape[:-1], -1, 32)
+    peak = np.abs(blocks).max(-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        inverse = np.where(peak == 0, np.float32(0), np.float32(127) / peak)
+    scale = (peak / np.float32(127)).astype(np.float16)
+    return (np.rint(blocks * inverse).astype(x.dtype) * scale.astype(x.dtype)).reshape(x.shape)
+
+
+class RoundingExecutor(ReferenceExecutor):
+    """ReferenceExecutor whose products with quantised weights see rounded activations."""
+
+    def _type(self, name: str) -> str:
+        return self.program.weights[name].quant_type.name
+
+    def _execute(self, op: Op, rows: StepRows) -> None:
+        if isinstance(op, MatMul):
+            self._allocate(op, rows)
+            x = self._flat(op.x)
+            for out, weight, bias in zip(op.outs, op.weights, op.biases, strict=True):
+                product = rounded(x, self._type(weight)) @ self._weights[weight].T
+                self._write(out, product if bias is None else product + self._weights[bias])
+        elif isinstance(op, HeadMatMul):
+            self._allocate(op, rows)
+            self._write(op.out, head_matmul(rounded(self.read(op.x), self._type(op.weight)), self._weights[op.weight]))
+        elif isinstance(op, RoutedExperts):
+            self._allocate(op, rows)
+            self._write(op.out, self._experts(op, self._flat(op.x), self._flat(op.ids), self._flat(op.mix)))
+        else:
+            super()._execute(op, rows)
+
+    def _experts(self, op: RoutedExperts, x: Floats, ids: NDArray[np.int32], mix: Floats) -> NDArray[Any]:
+        parts = np.empty((*ids.shape, x.shape[1]), x.dtype)
+        for e in np.unique(ids):
+            at = np.nonzero(ids == e)
+            gate, up, down = (self._weights.expert(name, int(e)) for name in (op.gate, op.up, op.down))
+            taken = x[at[0]]
+            hidden = swiglu(rounded(taken, self._type(op.gate)) @ gate.T, rounded(taken, self._type(op.up)) @ up.T)
+            parts[at] = rounded(hidden, self._type(op.down)) @ down.T
+        out = np.zeros_like(x)
+        for rank in range(ids.shape[1]):
+            out += mix[:, rank, None] * parts[:, rank]
+        return out
