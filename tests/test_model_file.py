@@ -203,7 +203,7 @@ def test_views_outlive_close(tmp_path: Path) -> None:
 
 
 def test_great_tensors_are_sampled_and_small_ones_read_whole(tmp_path: Path) -> None:
-    """A single bad scale is always found in a small tensor; of a great one a few runs are read, the first among them."""
+    """A bad scale is always found in a small tensor; of a great one a few runs are read, the first among them."""
     generator = np.random.default_rng(SEED)
     small_shape, great_shape = (256, 64), (256, 8192)
     for shape, whole in ((small_shape, True), (great_shape, False)):
