@@ -1,0 +1,73 @@
+"""The lowering contexts: what lowering sees of memory, before there is an arena and in it.
+
+Owns the translation from buffers, states and scratch names to this process's addresses. Knows no op and no kernel.
+"""
+
+from __future__ import annotations
+
+from bloomery.cpu_experts.stage import CacheAddress
+from bloomery.runtime.arena import Arena, ArenaShape, aligned
+from bloomery.runtime.model_file import Tensor
+from bloomery.runtime.program import Program, View
+
+_NOWHERE = 1 << 20
+"""Stands for every address of the arena while there is none: aligned like a real one, never followed."""
+
+
+class SizingContext:
+    """Lowering without an arena, to learn what scratch the kernels want (`wanted`: name -> greatest bytes asked)."""
+
+    def __init__(self, program: Program, shape: ArenaShape) -> None:
+        self.max_rows = shape.max_rows
+        self.max_out_rows = shape.max_out_rows
+        self.ranks = shape.processes
+        self.context = shape.context
+        self.cache_type: str = shape.cache_type
+        self.wanted: dict[str, int] = {}
+        self._program = program
+
+    def view(self, view: View) -> tuple[int, int]:
+        return _NOWHERE + 4 * view.start, aligned(4 * self._program.buffers[view.buffer].width, 64)
+
+    def weight(self, name: str) -> tuple[int, Tensor]:
+        tensor = self._program.weights[name]
+        return tensor.data.ctypes.data, tensor
+
+    def state(self, name: str) -> CacheAddress:
+        row = aligned((4 if self.cache_type == "f32" else 2) * self._program.states[name].width, 64)
+        return CacheAddress(_NOWHERE, self.context * row, row)
+
+    def scratch(self, name: str, nbytes: int) -> int:
+        self.wanted[name] = max(nbytes, self.wanted.get(name, 0))
+        return _NOWHERE
+
+
+class ArenaContext:
+    """Lowering into an attached arena."""
+
+    def __init__(self, program: Program, arena: Arena) -> None:
+        shape = arena.layout.shape
+        self.max_rows = shape.max_rows
+        self.max_out_rows = shape.max_out_rows
+        self.ranks = shape.processes
+        self.context = shape.context
+        self.cache_type: str = shape.cache_type
+        self._program = program
+        self._arena = arena
+
+    def view(self, view: View) -> tuple[int, int]:
+        stride = self._arena.layout.buffer_stride(view.buffer)
+        return self._arena.address(f"buffer:{view.buffer}") + 4 * view.start, stride
+
+    def weight(self, name: str) -> tuple[int, Tensor]:
+        tensor = self._program.weights[name]
+        return tensor.data.ctypes.data, tensor
+
+    def state(self, name: str) -> CacheAddress:
+        row = self._arena.layout.state_stride(name)
+        return CacheAddress(self._arena.address(f"state:{name}"), self.context * row, row)
+
+    def scratch(self, name: str, nbytes: int) -> int:
+        region = self._arena.layout.regions[f"scratch:{name}"]
+        assert nbytes <= region.nbytes, f"scratch {name}: {nbytes} bytes asked, {region.nbytes} reported before"
+        return self._arena.address(f"scratch:{name}")

@@ -1,0 +1,184 @@
+"""A worker process from its start to its end: opens the model, lowers, compiles, attaches, serves steps, sleeps.
+
+Owns the process's side of `bloomery.runtime.worker_messages` and its rules of leaving: told to by the coordinator, or
+when the coordinator is gone, in which case it also removes the names that the coordinator left. What happens inside a
+step is `interpreter`'s.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import signal
+import traceback
+from typing import Any
+
+import numpy as np
+import psutil
+import zmq
+from numpy.typing import NDArray
+
+from bloomery.cpu_experts import interpreter
+from bloomery.cpu_experts.arena_context import ArenaContext, SizingContext
+from bloomery.cpu_experts.stage import STEP_TOKENS
+from bloomery.cpu_experts.workload import Workload
+from bloomery.runtime.arena import TICKS_PER_STAGE, Arena, ArenaLayout, Lowered
+from bloomery.runtime.process_tree import watch_parent
+from bloomery.runtime.runtime_files import unlink_owned
+from bloomery.runtime.step_record import LINE, RECORD_ARRAYS, STEP, record_array_offset
+from bloomery.runtime.worker_messages import WorkerStart, decode, encode, error_fields, lowered_of
+
+INTERPRETER = "interpreter"
+"""Compiled like a kernel, by one worker for all."""
+
+_LONGEST_SLEEP_MS = 1000
+_LINGER_MS = 500
+
+
+class Stopped(Exception):
+    """The coordinator told this worker to leave."""
+
+
+def run(start: WorkerStart) -> int:
+    """The life of a worker; returns its exit status."""
+    faulthandler.enable()
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # sent to whole groups; what they mean is the coordinator's to decide
+        signal.signal(number, signal.SIG_IGN)
+    watch_parent(start.parent, lambda: unlink_owned(start.owner))
+    psutil.Process().cpu_affinity([start.cpu])
+    link = Link(start)
+    try:
+        Worker(start, link).serve_until_told()
+    except Stopped:
+        return 0
+    except Exception as error:
+        traceback.print_exc()
+        link.send("error", **error_fields(error))
+        return 1
+    finally:
+        link.close()
+
+
+class Link:
+    """The socket to the pool: messages while starting, doorbells afterwards."""
+
+    def __init__(self, start: WorkerStart) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, start.identity)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.connect(start.endpoint)
+
+    def send(self, kind: str, **fields: Any) -> None:
+        self._socket.send(encode(kind, **fields))
+
+    def receive(self) -> dict[str, Any]:
+        """The next message."""
+        return decode(self._socket.recv())
+
+    def sleep(self) -> None:
+        """Sleeps until the doorbell rings, or a second has passed."""
+        self._socket.poll(_LONGEST_SLEEP_MS)
+
+    def silence(self) -> None:
+        """Takes the doorbells that have rung."""
+        while self._socket.poll(0):
+            self._socket.recv()
+
+    def close(self) -> None:
+        self._context.destroy(linger=_LINGER_MS)
+
+
+class Worker:
+    """One rank. Construction opens the model and lowers its program; `serve_until_told` does the rest."""
+
+    def __init__(self, start: WorkerStart, link: Link) -> None:
+        self._start = start
+        self._link = link
+        module, _, function = start.workload.partition(":")
+        self._workload: Workload = getattr(importlib.import_module(module), function)(start)
+        sizing = SizingContext(self._workload.program, start.shape)
+        self._stages = self._workload.stages(sizing)
+        self._lowered = Lowered(tuple(sorted(sizing.wanted.items())), len(self._stages))
+        self._memory: tuple[Any, ...] = ()
+
+    def serve_until_told(self) -> None:
+        """Reports, compiles what it is told to, attaches, and serves steps until Stopped is raised."""
+        self._link.send(
+            "hello",
+            scratch=self._lowered.scratch,
+            stages=self._lowered.stages,
+            labels=[stage.label for stage in self._stages],
+            kernels=[INTERPRETER, *dict.fromkeys(stage.kernel for stage in self._stages)],
+        )
+        while (message := self._link.receive())["kind"] == "compile":
+            self._compile(message["kernel"])
+            self._link.send("compiled", kernel=message["kernel"])
+        assert message["kind"] == "attach", message
+        arena = self._attach(message)
+        self._link.send("ready")
+        self._serve(arena)
+
+    def _compile(self, kernel: str) -> int:
+        if kernel == INTERPRETER:
+            interpreter.compile_interpreter()
+            return 0
+        return self._workload.compile(kernel)
+
+    def _attach(self, message: dict[str, Any]) -> Arena:
+        """Attaches and lowers the program into the arena; makes the stage table and this rank's private words."""
+        self._compile(INTERPRETER)
+        layout = ArenaLayout(self._workload.program, self._start.shape, lowered_of(message))
+        arena = Arena.attach(message["prefix"], layout)
+        self._stages = self._workload.stages(ArenaContext(self._workload.program, arena))
+        assert len(self._stages) == self._lowered.stages, "lowering depends on addresses"
+        table, arguments = self._stage_table()
+        private = aligned_words(interpreter.PRIVATE_WORDS)
+        private[interpreter.LAST_STEP // 8] = arena.memory("control")[STEP : STEP + 8].view(np.int64)[0]
+        private[interpreter.SPINS // 8] = self._start.spins
+        private[interpreter.IDLE_NS // 8] = self._start.idle_ns
+        private[interpreter.DEADLINE_NS // 8] = self._start.deadline_ns
+        if self._start.time_stages:
+            ticks = arena.address("ticks") + 8 * TICKS_PER_STAGE * self._lowered.stages * self._start.rank
+            private[interpreter.TICKS // 8] = ticks
+        pointers = private[interpreter.POINTERS // 8 :]
+        for index in range(len(RECORD_ARRAYS)):
+            offset = record_array_offset(index, self._start.shape.max_rows)
+            pointers[STEP_TOKENS + index] = arena.address("record") + offset
+        self._memory = (table, arguments, private)
+        return arena
+
+    def _stage_table(self) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
+        """(kernel, arguments) addresses of each stage, and the arguments, which must stay alive."""
+        kernels = {name: self._workload.compile(name) for name in dict.fromkeys(stage.kernel for stage in self._stages)}
+        table = aligned_words(2 * len(self._stages)).reshape(-1, 2)
+        arguments = []
+        for entry, stage in zip(table, self._stages):
+            words = aligned_words(len(stage.arguments))
+            words[:] = stage.arguments
+            arguments.append(words)
+            entry[:] = kernels[stage.kernel], words.ctypes.data
+        return table, arguments
+
+    def _serve(self, arena: Arena) -> None:
+        start, (table, _, private) = self._start, self._memory
+        control, words = arena.address("control"), private.ctypes.data
+        step_data = (control, arena.address("record"), table.ctypes.data, len(table), words)
+        while True:
+            reason = interpreter.serve(*step_data, start.rank, start.shape.processes)
+            if reason == interpreter.Reason.STOPPED:
+                raise Stopped
+            if interpreter.prepare_to_sleep(control, words, start.rank):
+                self._link.sleep()
+            interpreter.wake_up(control, start.rank)
+            self._link.silence()
+
+
+def aligned_words(count: int) -> NDArray[np.int64]:
+    """Zeroed int64 words at a multiple of 128 bytes: no line is shared with anything else."""
+    memory = np.zeros(8 * count + 2 * LINE, np.uint8)
+    start = -memory.ctypes.data % LINE
+    return memory[start : start + 8 * count].view(np.int64)

@@ -1,0 +1,313 @@
+"""The arena: the shared memory of one executor pool, its layout, and who may unlink it.
+
+Owns the layout (which bytes of which segment mean what) and the segments themselves. Knows neither the meaning of the
+control words (`step_record.py`) nor what kernels do with the buffers.
+
+Four named segments in /dev/shm, created by the coordinator and attached by the workers:
+
+| segment     | regions                                                                    |
+|-------------|----------------------------------------------------------------------------|
+| control     | control block, step record, stage timings                                  |
+| activations | every Buffer of the program, logits included: one row after another        |
+| scratch     | what the kernels asked for by name while the program was lowered           |
+| cache       | every CacheState: [slot][position] rows in the cache type                  |
+
+The layout is a pure function of program, shape, scratch and stage count. Every process computes it for itself and the
+digest in each segment's header proves on attach that all came to the same one.
+
+Order of events for scratch, whose sizes only the kernels' side knows: each worker lowers the program once without
+addresses to learn its scratch and stage count, and reports both; the coordinator checks that all reports are equal,
+lays the arena out, creates it and sends the report back; only then do workers attach and lower with real addresses. So
+no process ever sees an arena whose layout is not final, and a program that cannot be lowered fails before any memory is
+taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import mmap
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from bloomery.runtime.errors import BloomeryError, PlanError
+from bloomery.runtime.program import Buffer, CacheState, Program
+from bloomery.runtime.runtime_files import SHARED_MEMORY
+from bloomery.runtime.step_record import control_bytes, record_bytes
+
+LAYOUT_VERSION = 1
+MAGIC = b"BLMARENA"
+SEGMENTS = ("control", "activations", "scratch", "cache")
+ALIGNMENT = 128
+ROW_ALIGNMENT = 64
+TICKS_PER_STAGE = 2
+"""Timings of a stage: time stamp counter ticks in the kernel, ticks at the barrier."""
+
+_HEADER = struct.Struct("<8sIIQ32s16s")  # magic, version, header bytes, segment bytes, layout digest, segment
+_HEADER_BYTES = 4096
+_DTYPES: Mapping[str, np.dtype[Any]] = {
+    "f32": np.dtype(np.float32),
+    "i32": np.dtype(np.int32),
+    "f16": np.dtype(np.float16),
+}
+
+
+class ArenaError(BloomeryError):
+    """A segment that is missing, damaged, or laid out by another version or for another program."""
+
+
+@dataclass(frozen=True)
+class ArenaShape:
+    """What sizes an arena besides the program."""
+
+    context: int
+    slots: int
+    max_rows: int
+    max_out_rows: int
+    processes: int
+    cache_type: Literal["f32", "f16"]
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """What the kernels' side needs of the arena: named scratch with sizes in bytes, and its number of stages."""
+
+    scratch: tuple[tuple[str, int], ...]
+    stages: int
+
+
+@dataclass(frozen=True)
+class Region:
+    segment: str
+    offset: int
+    nbytes: int
+
+
+def aligned(count: int, alignment: int) -> int:
+    """The least multiple of `alignment` that is not below `count`."""
+    return -(-count // alignment) * alignment
+
+
+class ArenaLayout:
+    """Where everything is. `regions` maps names (`control`, `record`, `ticks`, `buffer:NAME`, `scratch:NAME`,
+    `state:NAME`) to regions, `segments` maps segments to bytes, `digest` is the hash of all of it."""
+
+    def __init__(self, program: Program, shape: ArenaShape, lowered: Lowered) -> None:
+        self.shape = shape
+        self.buffers: Mapping[str, Buffer] = program.buffers
+        self.states: Mapping[str, CacheState] = program.states
+        self.regions: dict[str, Region] = {}
+        self.segments = dict.fromkeys(SEGMENTS, _HEADER_BYTES)
+        self._add("control", "control", control_bytes(shape.processes))
+        self._add("control", "record", record_bytes(shape.max_rows))
+        self._add("control", "ticks", 8 * TICKS_PER_STAGE * lowered.stages * shape.processes)
+        for buffer in program.buffers.values():
+            self._add("activations", f"buffer:{buffer.name}", self.rows(buffer) * self.buffer_stride(buffer.name))
+        for name, nbytes in lowered.scratch:
+            self._add("scratch", f"scratch:{name}", nbytes)
+        for state in program.states.values():
+            self._add("cache", f"state:{state.name}", shape.slots * shape.context * self.state_stride(state.name))
+        facts = (LAYOUT_VERSION, shape, lowered.stages, sorted(self.regions.items()), sorted(self.segments.items()))
+        self.digest = hashlib.sha256(repr(facts).encode()).digest()
+
+    def _add(self, segment: str, name: str, nbytes: int) -> None:
+        assert name not in self.regions, name
+        offset = aligned(self.segments[segment], ALIGNMENT)
+        self.regions[name] = Region(segment, offset, nbytes)
+        self.segments[segment] = offset + nbytes
+
+    def rows(self, buffer: Buffer) -> int:
+        return self.shape.max_out_rows if buffer.rows == "out" else self.shape.max_rows
+
+    def buffer_stride(self, name: str) -> int:
+        """Bytes from one row of a buffer to the next."""
+        return aligned(4 * self.buffers[name].width, ROW_ALIGNMENT)
+
+    def state_stride(self, name: str) -> int:
+        """Bytes from one position of a cache state to the next; a slot is `context` of them."""
+        return aligned(_DTYPES[self.shape.cache_type].itemsize * self.states[name].width, ROW_ALIGNMENT)
+
+
+class Arena:
+    """The mapped segments of one layout. Make one with `create` (coordinator) or `attach` (worker).
+
+    Every process that maps a segment keeps a shared `flock` on it until it leaves, which is how `sweep` tells a living
+    arena from an abandoned one. Views handed out keep their mapping alive after `close`.
+    """
+
+    def __init__(self, prefix: str, layout: ArenaLayout, maps: dict[str, mmap.mmap], descriptors: list[int]) -> None:
+        self.prefix = prefix
+        self.layout = layout
+        self._maps = maps
+        self._descriptors = descriptors
+        self._bases = {name: np.frombuffer(memory, np.uint8).ctypes.data for name, memory in maps.items()}
+
+    @classmethod
+    def create(cls, prefix: str, layout: ArenaLayout) -> Arena:
+        """Creates and maps the segments `<prefix>-<segment>`, all zero. Their memory is taken here and now, so that
+        a full /dev/shm is this PlanError and not a SIGBUS in the middle of a step."""
+        _refuse_what_cannot_fit(layout)
+        maps: dict[str, mmap.mmap] = {}
+        descriptors: list[int] = []
+        try:
+            for segment, nbytes in layout.segments.items():
+                descriptors.append(_create_segment(segment_path(prefix, segment), segment, nbytes, layout))
+                maps[segment] = mmap.mmap(descriptors[-1], nbytes)
+                header = (MAGIC, LAYOUT_VERSION, _HEADER_BYTES, nbytes, layout.digest, segment.encode())
+                _HEADER.pack_into(maps[segment], 0, *header)
+        except BaseException:
+            _let_go(maps, descriptors)
+            unlink(prefix)
+            raise
+        return cls(prefix, layout, maps, descriptors)
+
+    @classmethod
+    def attach(cls, prefix: str, layout: ArenaLayout) -> Arena:
+        """Maps what the coordinator created, after checking that it is what this process expects. ArenaError."""
+        maps: dict[str, mmap.mmap] = {}
+        descriptors: list[int] = []
+        try:
+            for segment, nbytes in layout.segments.items():
+                path = segment_path(prefix, segment)
+                try:
+                    descriptors.append(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
+                except OSError as error:
+                    raise ArenaError(f"cannot attach the segment {path}: {error.strerror}") from error
+                fcntl.flock(descriptors[-1], fcntl.LOCK_SH)
+                _validate(path, segment, descriptors[-1], nbytes, layout.digest)
+                maps[segment] = mmap.mmap(descriptors[-1], nbytes)
+        except BaseException:
+            _let_go(maps, descriptors)
+            raise
+        return cls(prefix, layout, maps, descriptors)
+
+    def address(self, region: str) -> int:
+        """Address of a region in this process."""
+        where = self.layout.regions[region]
+        return self._bases[where.segment] + where.offset
+
+    def memory(self, region: str) -> NDArray[np.uint8]:
+        """The bytes of a region."""
+        where = self.layout.regions[region]
+        return np.ndarray(where.nbytes, np.uint8, self._maps[where.segment], where.offset)
+
+    def buffer(self, name: str) -> NDArray[Any]:
+        """A buffer as (greatest number of rows, width)."""
+        buffer, where = self.layout.buffers[name], self.layout.regions[f"buffer:{name}"]
+        shape, strides = (self.layout.rows(buffer), buffer.width), (self.layout.buffer_stride(name), 4)
+        return np.ndarray(shape, _DTYPES[buffer.dtype], self._maps[where.segment], where.offset, strides)
+
+    def state(self, name: str) -> NDArray[Any]:
+        """A cache state as (slots, context, width) in the cache type."""
+        where, dtype = self.layout.regions[f"state:{name}"], _DTYPES[self.layout.shape.cache_type]
+        stride = self.layout.state_stride(name)
+        shape = (self.layout.shape.slots, self.layout.shape.context, self.layout.states[name].width)
+        strides = (self.layout.shape.context * stride, stride, dtype.itemsize)
+        return np.ndarray(shape, dtype, self._maps[where.segment], where.offset, strides)
+
+    def copy_prefix(self, source: int, target: int, positions: int) -> None:
+        """Copies the cached rows of positions 0..positions-1 of every state from one slot to another."""
+        for name in self.layout.states:
+            stride = self.layout.state_stride(name)
+            slots = self.memory(f"state:{name}").reshape(self.layout.shape.slots, self.layout.shape.context * stride)
+            slots[target, : positions * stride] = slots[source, : positions * stride]
+
+    def close(self) -> None:
+        """Lets go of locks and mappings; a mapping that somebody still has a view of goes with the last view."""
+        _let_go(self._maps, self._descriptors)
+
+    def unlink(self) -> None:
+        """Removes the names. Who has the arena mapped keeps it."""
+        unlink(self.prefix)
+
+
+def segment_path(prefix: str, segment: str) -> Path:
+    return SHARED_MEMORY / f"{prefix}-{segment}"
+
+
+def unlink(prefix: str) -> None:
+    """Removes the names of an arena's segments; those that are gone are no error."""
+    for segment in SEGMENTS:
+        with contextlib.suppress(OSError):
+            segment_path(prefix, segment).unlink()
+
+
+def _let_go(maps: dict[str, mmap.mmap], descriptors: list[int]) -> None:
+    for memory in maps.values():
+        with contextlib.suppress(BufferError):
+            memory.close()
+    maps.clear()
+    for descriptor in descriptors:
+        os.close(descriptor)
+    descriptors.clear()
+
+
+def _refuse_what_cannot_fit(layout: ArenaLayout) -> None:
+    needed, free = sum(layout.segments.values()), psutil.virtual_memory().available
+    if needed > free:
+        parts = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in layout.segments.items())
+        raise PlanError(f"the arena needs {_size(needed)} ({parts}), but {_size(free)} of memory are free", _smaller())
+
+
+def _create_segment(path: Path, segment: str, nbytes: int, layout: ArenaLayout) -> int:
+    """Creates, locks and fully allocates one segment; returns its descriptor."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        if os.fstat(descriptor).st_nlink:
+            break
+        os.close(descriptor)  # a sweep in another pid namespace took it between the two calls
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        os.close(descriptor)
+        room = os.statvfs(SHARED_MEMORY)
+        free, size = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
+        raise PlanError(
+            f"the {segment} segment {path} needs {_size(nbytes)}, but {SHARED_MEMORY} has {_size(free)} free of"
+            f" {_size(size)} ({error.strerror}); the whole arena needs {_size(sum(layout.segments.values()))}",
+            f"{_smaller()}, or enlarge {SHARED_MEMORY} (mount -o remount,size=..., docker run --shm-size=...)",
+        ) from error
+    return descriptor
+
+
+def _smaller() -> str:
+    return "ask for less context (--ctx) or fewer sequences (--parallel)"
+
+
+def _size(nbytes: int) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.1f} {unit}"
+    return f"{nbytes / 1024:.1f} KiB"
+
+
+def _validate(path: Path, segment: str, descriptor: int, nbytes: int, digest: bytes) -> None:
+    found_bytes = os.fstat(descriptor).st_size
+    if found_bytes < _HEADER.size:
+        raise ArenaError(f"{path}: {found_bytes} bytes, too short for a header of {_HEADER.size}")
+    magic, version, header, size, found_digest, name = _HEADER.unpack(os.pread(descriptor, _HEADER.size, 0))
+    checks: Sequence[tuple[str, object, object]] = (
+        ("magic", magic, MAGIC),
+        ("layout version", version, LAYOUT_VERSION),
+        ("header bytes", header, _HEADER_BYTES),
+        ("segment", name.rstrip(b"\0").decode(errors="replace"), segment),
+        ("segment bytes", size, nbytes),
+        ("file bytes", found_bytes, nbytes),
+        ("layout digest", found_digest.hex()[:16], digest.hex()[:16]),
+    )
+    for what, found, expected in checks:
+        if found != expected:
+            raise ArenaError(
+                f"{path}: {what} is {found!r}, expected {expected!r}",
+                "coordinator and workers must come from the same installation and read the same model file",
+            )

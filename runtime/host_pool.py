@@ -1,0 +1,371 @@
+"""The host executor as the coordinator sees it: a pool of worker processes that run whole programs on the CPU.
+
+Owns the coordinator's half of a step (write the record, raise the step number, wait, watch for deaths), aborting,
+and recovery. Processes are `worker_group`'s, memory `arena`'s, the words both sides share `step_record`'s; of kernels
+it knows nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import threading
+import time
+from typing import Any, Literal
+
+import numpy as np
+
+from bloomery.runtime import runtime_files
+from bloomery.runtime.arena import TICKS_PER_STAGE, Arena, ArenaLayout, ArenaShape, Lowered
+from bloomery.runtime.cpu_limits import affinity_mask, cpu_quota
+from bloomery.runtime.errors import ModelFileError, PlanError, StepAborted, WorkerLost
+from bloomery.runtime.executor import StepResult, StepRows
+from bloomery.runtime.futex import FutexWaiter
+from bloomery.runtime.program import Program
+from bloomery.runtime.step_record import ControlBlock, Status, StepRecord
+from bloomery.runtime.topology import Topology, default_processes
+from bloomery.runtime.worker_group import Progress, WorkerGroup
+from bloomery.runtime.worker_messages import WorkerStart, lowered_of
+
+MODEL_WORKLOAD = "bloomery.cpu_experts.model_workload:load"
+LOGITS_BYTES = 64 << 20
+"""Bound of the logits buffer, unless every slot must have a row."""
+
+_WATCH_SECONDS = 0.05
+_STALL_SECONDS = 60.0
+_QUIET_SECONDS = 300.0
+_CLOSE_SECONDS = 2.0
+_BARRIER_SPINS = 512
+_IDLE_SPIN_NS = 2_000_000
+
+_pool_numbers = itertools.count()
+
+
+def deadline_scale() -> float:
+    """BLOOMERY_DEADLINE_SCALE: factor on every deadline in wall time, for slow machines and for debuggers."""
+    return float(os.environ.get("BLOOMERY_DEADLINE_SCALE", "1"))
+
+
+class HostPool:
+    """A StepExecutor whose steps are run by worker processes. Make one with `start`; close it, or it closes at exit.
+
+    `step`, `recover` and `copy_prefix` belong to one thread at a time; `abort`, `statistics` and `close` to any.
+    """
+
+    def __init__(self, group: WorkerGroup, arena: Arena, program: Program, lowered: Lowered, labels: list[str]) -> None:
+        self._group = group
+        self._arena = arena
+        self._lowered = lowered
+        self._labels = labels
+        self._shape = arena.layout.shape
+        self._vocabulary = program.vocabulary
+        self._ranks = range(self._shape.processes)
+        self._record = StepRecord(arena.memory("record"), self._shape.max_rows)
+        self._control = ControlBlock(arena.memory("control"), self._shape.processes)
+        self._waiter = FutexWaiter(self._control.bell_address, _WATCH_SECONDS)
+        self._logits = arena.buffer(program.logits)
+        self._greedy = arena.buffer(program.argmax)[:, 0]
+        self._fence = threading.Lock()
+        self._turn = threading.Lock()
+        self._closed = False
+        self._lost = ""
+        self._running = 0
+        self._stall_seconds = _STALL_SECONDS * deadline_scale()
+        self._counts: dict[str, Any] = dict.fromkeys(("steps", "rows", "aborted", "restarts"), 0)
+        self._seconds_last = self._seconds_total = 0.0
+        atexit.register(self.close)
+
+    @classmethod
+    def start(
+        cls,
+        model_path: str,
+        program: Program,
+        *,
+        context: int,
+        slots: int,
+        processes: int = 0,
+        prompt_block: int = 512,
+        cache_type: Literal["f32", "f16"] = "f16",
+        progress: Progress = lambda stage, done, total: None,
+        time_stages: bool = False,
+        workload: str = MODEL_WORKLOAD,
+    ) -> HostPool:
+        """Starts the workers and returns when they can run steps.
+
+        `processes` 0 means one for each core of the affinity mask and quota. `progress(stage, done, total)` is called
+        with the stages "spawn", "compile" and "load". `workload` names what makes a worker's stages.
+        Raises ModelFileError and PlanError as the workers found them, PlanError if the arena does not fit, WorkerLost.
+        """
+        runtime_files.sweep()
+        processes = processes or default_processes()
+        max_rows = max(prompt_block, slots)
+        max_out_rows = min(max_rows, max(slots, LOGITS_BYTES // (4 * program.vocabulary), 1))
+        shape = ArenaShape(context, slots, max_rows, max_out_rows, processes, cache_type)
+        name = f"pool{next(_pool_numbers)}"
+        group = WorkerGroup(
+            name, _worker_starts(model_path, shape, time_stages, workload), _QUIET_SECONDS * deadline_scale()
+        )
+        arena: Arena | None = None
+        try:
+            hellos = group.hellos(range(processes), progress)
+            lowered = lowered_of(hellos[0])
+            for rank, hello in hellos.items():
+                if lowered_of(hello) != lowered:
+                    raise WorkerLost(f"{group.describe(rank)} lowers the program differently from worker 0")
+            arena = Arena.create(f"{runtime_files.owner_name()}-{name}", ArenaLayout(program, shape, lowered))
+            group.compile(hellos[0]["kernels"], progress)
+            group.attach(range(processes), arena, lowered, progress)
+            pool = cls(group, arena, program, lowered, hellos[0]["labels"])
+            pool._drill()
+        except BaseException:
+            group.end(0.0)
+            if arena is not None:
+                arena.unlink()
+                arena.close()
+            raise
+        return pool
+
+    @property
+    def max_rows(self) -> int:
+        return self._shape.max_rows
+
+    @property
+    def max_out_rows(self) -> int:
+        return self._shape.max_out_rows
+
+    @property
+    def slots(self) -> int:
+        return self._shape.slots
+
+    @property
+    def context(self) -> int:
+        return self._shape.context
+
+    def step(self, rows: StepRows) -> StepResult:
+        """See StepExecutor. ValueError for rows that do not fit the pool: they would write outside their slot."""
+        begun = time.perf_counter()
+        self._check(rows)
+        with self._turn:
+            if not self._lost and self._group.any_dead():
+                self._lose([], "between steps")
+            self._refuse_if_lost()
+            self._record.write(rows)
+            self._run()
+        seconds = time.perf_counter() - begun
+        self._counts["steps"] += 1
+        self._counts["rows"] += len(rows.tokens)
+        self._seconds_last = seconds
+        self._seconds_total += seconds
+        wanted = len(rows.out_rows)
+        return StepResult(self._logits[:wanted], self._greedy[:wanted], seconds)
+
+    def abort(self) -> None:
+        running = self._running
+        if running:
+            self._control.abort(running)
+
+    def copy_prefix(self, source: int, target: int, positions: int) -> None:
+        if not (0 <= source < self.slots and 0 <= target < self.slots and 0 <= positions <= self.context):
+            raise ValueError(f"cannot copy {positions} positions from slot {source} to {target}")
+        self._arena.copy_prefix(source, target, positions)
+
+    def recover(self) -> None:
+        with self._turn:
+            step = self._control.step
+            self._control.poison(step)
+            deadline = time.monotonic() + self._stall_seconds
+            for rank in self._ranks:
+                self._await_leaving(rank, step, deadline)
+            try:
+                replaced = self._group.replace_dead(self._arena, self._lowered)
+            except (ModelFileError, PlanError) as error:
+                raise WorkerLost(f"a worker could not be replaced: {error.message}", error.hint) from error
+            self._counts["restarts"] += len(replaced)
+            self._lost = ""
+            self._drill()
+
+    def statistics(self) -> dict[str, Any]:
+        steps = self._counts["steps"]
+        statistics = {
+            "executor": "host",
+            "processes": self._shape.processes,
+            "pids": self._group.pids,
+            **self._counts,
+            "step_seconds_last": self._seconds_last,
+            "step_seconds_mean": self._seconds_total / steps if steps else 0.0,
+            "arena_bytes": sum(self._arena.layout.segments.values()),
+            "lost": self._lost,
+        }
+        if not self._closed:
+            statistics["sleeping"] = [self._control.sleeping(rank) for rank in self._ranks]
+        return statistics
+
+    def stage_shares(self) -> dict[str, tuple[float, float]]:
+        """With `time_stages`: for each stage label the share of all steps' time that ranks spent in its kernel and
+        waiting at its barrier. Labels are op names."""
+        ticks = self._arena.memory("ticks").view(np.int64).reshape(-1, self._lowered.stages, TICKS_PER_STAGE)
+        sums = ticks.sum(axis=0) / max(1, ticks.sum())
+        shares: dict[str, tuple[float, float]] = {}
+        for label, (kernel, barrier) in zip(self._labels, sums):
+            before = shares.get(label, (0.0, 0.0))
+            shares[label] = (before[0] + float(kernel), before[1] + float(barrier))
+        return shares
+
+    def close(self) -> None:
+        self.abort()
+        with self._turn:
+            if self._closed:
+                return
+            self._closed, self._lost = True, "the pool is closed"
+            atexit.unregister(self.close)
+            self._control.stop()
+            self._pass_fence()
+            for rank in self._ranks:
+                self._group.ring(rank)
+            self._group.end(_CLOSE_SECONDS)
+            self._arena.unlink()
+            self._arena.close()
+
+    def _check(self, rows: StepRows) -> None:
+        """Rows come from this process, but a wrong one would overwrite another sequence's cache without a trace."""
+        if len(rows.tokens) > self.max_rows or len(rows.out_rows) > self.max_out_rows:
+            raise ValueError(f"{len(rows.tokens)} rows, {len(rows.out_rows)} wanted: more than the pool serves")
+        limits = (
+            ("token", rows.tokens, self._vocabulary),
+            ("slot", rows.slots, self.slots),
+            ("position", rows.positions, self.context),
+            ("wanted row", rows.out_rows, len(rows.tokens)),
+        )
+        for what, values, limit in limits:
+            if len(values) and not (values.min() >= 0 and values.max() < limit):
+                raise ValueError(f"{what} outside 0..{limit - 1}: {values}")
+
+    def _refuse_if_lost(self) -> None:
+        if self._lost:
+            raise WorkerLost(self._lost, "the pool must recover before it can run steps")
+
+    def _drill(self) -> None:
+        """A step without rows: proves that all ranks wake up, meet at their barriers and report."""
+        self._record.write_drill()
+        self._run()
+
+    def _run(self) -> None:
+        """Runs the step that the record describes; returns when every rank has completed it."""
+        step = self._control.step + 1
+        self._running = step
+        try:
+            self._control.step = step
+            self._pass_fence()
+            for rank in self._ranks:
+                if self._control.sleeping(rank):
+                    self._group.ring(rank)
+            self._await_end(step)
+        except WorkerLost:
+            raise
+        except BaseException:  # an interrupt: the record may not be written again before the workers are done with it
+            self._control.abort(step)
+            self._await_end(step)
+            raise
+        finally:
+            self._running = 0
+        statuses = [self._control.status(rank) for rank in self._ranks]
+        if Status.TIMED_OUT in statuses:
+            rank = statuses.index(Status.TIMED_OUT)
+            self._lost = f"{self._group.describe(rank)} waited too long for worker {self._control.detail(rank)}"
+            self._refuse_if_lost()
+        if Status.ABORTED in statuses:
+            self._counts["aborted"] += 1
+            raise StepAborted(f"step {step} was aborted")
+
+    def _pass_fence(self) -> None:
+        """A full fence between the store of a word and the loads after it (step_record): taking a lock is one."""
+        with self._fence:
+            pass
+
+    def _await_end(self, step: int) -> None:
+        watch = _StallWatch(self._stall_seconds)
+        while (bell := self._control.bell) != step:
+            self._waiter.wait(bell)
+            if self._control.bell == step or self._finished(step):
+                return
+            if self._group.any_dead():
+                self._lose([], f"in step {step}")
+            elif watch.stalled(sum(self._control.progress(rank)[1] for rank in self._ranks)):
+                self._lose(self._laggards(step), f"in step {step}")
+            self._refuse_if_lost()
+
+    def _finished(self, step: int) -> bool:
+        return all(self._control.done(rank) == step for rank in self._ranks)
+
+    def _laggards(self, step: int) -> list[int]:
+        """The ranks for which the others wait: those that have come least far."""
+        reached = {rank: (self._control.done(rank) == step, *self._control.progress(rank)) for rank in self._ranks}
+        least = min(reached.values())
+        return [rank for rank in self._ranks if reached[rank] == least]
+
+    def _lose(self, hung: list[int], when: str) -> None:
+        """Lets the survivors leave the running step, kills the ranks that hang, and words what happened."""
+        self._control.poison(self._control.step)
+        reasons = []
+        for rank in hung:
+            where = self._where(rank)
+            self._group.kill(rank)
+            reasons.append(f"{self._group.describe(rank)} made no progress for {self._stall_seconds:.3g} s{where}")
+        for rank in self._group.dead():
+            if rank not in hung:
+                reasons.append(f"{self._group.describe(rank)} {self._group.describe_exit(rank)}{self._where(rank)}")
+        self._lost = f"{'; '.join(reasons)} ({when})"
+
+    def _where(self, rank: int) -> str:
+        """At which op a rank is, if it is inside a step."""
+        if self._control.done(rank) == self._control.step:
+            return ""
+        step, stage = self._control.progress(rank)
+        stage = stage if step == self._control.step else 0
+        return f" at {self._labels[stage]}" if stage < len(self._labels) else ""
+
+    def _await_leaving(self, rank: int, step: int, deadline: float) -> None:
+        """Waits until a survivor is out of the step, else kills it: nobody may still write when a new step starts."""
+        while rank not in self._group.dead() and self._control.done(rank) != step:
+            if time.monotonic() > deadline:
+                self._group.kill(rank)
+            time.sleep(0.001)
+
+
+class _StallWatch:
+    """Tells when a number has not changed for too long."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._value, self._since = -1, time.monotonic()
+
+    def stalled(self, value: int) -> bool:
+        if value != self._value:
+            self._value, self._since = value, time.monotonic()
+        return time.monotonic() - self._since > self._seconds
+
+
+def _worker_starts(model_path: str, shape: ArenaShape, time_stages: bool, workload: str) -> list[WorkerStart]:
+    """One start for each rank, pinned in the topology's order; more ranks than cores share cores and never spin."""
+    order = Topology.read().within(affinity_mask()).pin_order()
+    quota = cpu_quota()
+    oversubscribed = shape.processes > min(len(order), len(order) if quota is None else quota)
+    return [
+        WorkerStart(
+            rank=rank,
+            generation=0,
+            endpoint="",
+            owner=runtime_files.owner_name(),
+            parent=os.getpid(),
+            model=model_path,
+            shape=shape,
+            cpu=order[rank % len(order)],
+            spins=0 if oversubscribed else _BARRIER_SPINS,
+            idle_ns=0 if oversubscribed else _IDLE_SPIN_NS,
+            deadline_ns=int(2e9 * _STALL_SECONDS * deadline_scale()),
+            time_stages=time_stages,
+            workload=workload,
+        )
+        for rank in range(shape.processes)
+    ]

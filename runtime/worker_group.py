@@ -1,0 +1,183 @@
+"""The worker processes of a pool: started, brought to readiness, rung, watched, replaced, ended.
+
+Owns the processes and the ROUTER socket through which they are reached outside steps. Knows nothing of steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import zmq
+
+from bloomery.runtime.arena import Arena, Lowered
+from bloomery.runtime.errors import WorkerLost
+from bloomery.runtime.process_tree import Child, DeathWatch
+from bloomery.runtime.runtime_files import socket_path
+from bloomery.runtime.worker_messages import DOORBELL, WorkerStart, decode, encode, error_of, lowered_of
+
+MODULE = "bloomery.cpu_experts"
+_POLL_MS = 50
+_LAST_MESSAGE_MS = 200
+
+Progress = Callable[[str, int, int], None]
+
+
+class WorkerGroup:
+    """One process for each of `starts`. Not thread-safe: one thread at a time."""
+
+    def __init__(self, name: str, starts: Sequence[WorkerStart], quiet_seconds: float) -> None:
+        """`quiet_seconds`: how long a start may go without any message before it counts as hung."""
+        self._quiet_seconds = quiet_seconds
+        self._path = socket_path(f"{name}.sock")
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._children: list[Child] = []
+        try:
+            self._socket.bind(f"ipc://{self._path}")
+            self._starts = [replace(start, endpoint=f"ipc://{self._path}") for start in starts]
+            self._children = [_spawn(start) for start in self._starts]
+        except BaseException:
+            self.end(0.0)
+            raise
+        self._watch = DeathWatch(self._children)
+
+    @property
+    def pids(self) -> list[int]:
+        return [child.pid for child in self._children]
+
+    def describe(self, rank: int) -> str:
+        return f"CPU-expert worker {rank} (pid {self._children[rank].pid})"
+
+    def describe_exit(self, rank: int) -> str:
+        return self._children[rank].describe_exit()
+
+    def any_dead(self) -> bool:
+        """One system call: whether a worker has died since it was started."""
+        return self._watch.any_dead()
+
+    def dead(self) -> list[int]:
+        return [rank for rank, child in enumerate(self._children) if not child.alive]
+
+    def ring(self, rank: int) -> None:
+        """Wakes a sleeping worker. One that has died is found by the death watch, not here."""
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send_multipart([self._starts[rank].identity, DOORBELL], zmq.NOBLOCK)
+
+    def kill(self, rank: int) -> None:
+        self._children[rank].kill()
+
+    def hellos(self, ranks: Iterable[int], progress: Progress | None = None) -> dict[int, dict[str, Any]]:
+        """Waits until these workers have opened the model and lowered its program. Raises what the first one to fail
+        reports: ModelFileError, PlanError, or WorkerLost."""
+        return self._collect("hello", ranks, "spawn", progress)
+
+    def compile(self, kernels: Sequence[str], progress: Progress) -> None:
+        """Has each kernel compiled, or found in the cache, by whichever worker is free; each by one only."""
+        queue, compiled = list(reversed(kernels)), 0
+        progress("compile", 0, len(kernels))
+        for rank in range(len(self._children)):
+            if queue:
+                self._send(rank, encode("compile", kernel=queue.pop()))
+        while compiled < len(kernels):
+            rank, _ = self._receive("compiled", "compiling kernels")
+            compiled += 1
+            progress("compile", compiled, len(kernels))
+            if queue:
+                self._send(rank, encode("compile", kernel=queue.pop()))
+
+    def attach(self, ranks: Iterable[int], arena: Arena, lowered: Lowered, progress: Progress | None = None) -> None:
+        """Shows these workers the arena and waits until they can run steps."""
+        message = encode("attach", prefix=arena.prefix, scratch=lowered.scratch, stages=lowered.stages)
+        for rank in ranks:
+            self._send(rank, message)
+        self._collect("ready", ranks, "load", progress)
+
+    def replace_dead(self, arena: Arena, lowered: Lowered) -> list[int]:
+        """Starts a new process in the place of each dead one and attaches it; the others are not touched."""
+        dead = self.dead()
+        for rank in dead:
+            self._children[rank].release()
+            self._starts[rank] = replace(self._starts[rank], generation=self._starts[rank].generation + 1)
+            self._children[rank] = _spawn(self._starts[rank])
+        self._watch = DeathWatch(self._children)
+        for rank, hello in self.hellos(dead).items():
+            if lowered_of(hello) != lowered:
+                raise WorkerLost(
+                    f"{self.describe(rank)} lowers the program differently from its predecessor",
+                    "the installation or the model file has changed under the running daemon: restart it",
+                )
+        self.attach(dead, arena, lowered)
+        return dead
+
+    def end(self, grace_seconds: float) -> None:
+        """Waits for the workers, which have been told to stop; kills those left after the grace time; reaps all."""
+        deadline = time.monotonic() + grace_seconds
+        for child in self._children:
+            if not child.join(deadline):
+                child.kill()
+            child.release()
+        self._children = []
+        self._context.destroy(linger=0)
+        self._path.unlink(missing_ok=True)
+
+    def _send(self, rank: int, message: bytes) -> None:
+        try:
+            self._socket.send_multipart([self._starts[rank].identity, message])
+        except zmq.ZMQError as error:
+            raise self._lost(rank) from error
+
+    def _collect(
+        self, kind: str, ranks: Iterable[int], stage: str, progress: Progress | None
+    ) -> dict[int, dict[str, Any]]:
+        waiting = set(ranks)
+        total = len(waiting)
+        messages: dict[int, dict[str, Any]] = {}
+        while waiting:
+            if progress:
+                progress(stage, len(messages), total)
+            rank, message = self._receive(kind, stage)
+            waiting.discard(rank)
+            messages[rank] = message
+        if progress:
+            progress(stage, total, total)
+        return messages
+
+    def _receive(self, kind: str, doing: str) -> tuple[int, dict[str, Any]]:
+        """The next message of this kind; raises what an error message says, or that a worker is gone or silent."""
+        quiet_since = time.monotonic()
+        while True:
+            if self._socket.poll(_POLL_MS):
+                identity, frame = self._socket.recv_multipart()
+                rank = int(identity.partition(b".")[0])
+                if identity != self._starts[rank].identity:
+                    continue  # the last words of a predecessor
+                message = decode(frame)
+                if message["kind"] == "error":
+                    raise error_of(message, self.describe(rank))
+                if message["kind"] == kind:
+                    return rank, message
+            elif self.any_dead() and not self._socket.poll(_LAST_MESSAGE_MS):
+                raise self._lost(self.dead()[0])
+            elif time.monotonic() - quiet_since > self._quiet_seconds:
+                raise WorkerLost(
+                    f"no worker has reported for {self._quiet_seconds:.0f} s while {doing}",
+                    "if the machine is merely slow, raise BLOOMERY_DEADLINE_SCALE",
+                )
+
+    def _lost(self, rank: int) -> WorkerLost:
+        return WorkerLost(
+            f"{self.describe(rank)} {self.describe_exit(rank)}",
+            "see its last words; start again once the cause is gone",
+        )
+
+
+def _spawn(start: WorkerStart) -> Child:
+    # NumPy's BLAS would start a thread for each core in every worker, which no kernel uses.
+    threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return Child(MODULE, [start.to_json()], threads)

@@ -1,0 +1,90 @@
+"""What the pool and its worker processes say to each other outside steps: start, compile, attach, errors.
+
+Owns the messages' shape (msgpack maps with a `kind`). Steps themselves go through the arena only.
+
+    worker -> pool   hello(scratch, stages, labels, kernels) . compiled(kernel) . ready . error(type, message, hint)
+    pool -> worker   compile(kernel) . attach(prefix, scratch, stages) . (empty frame: doorbell)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import msgpack
+
+from bloomery.runtime.arena import ArenaShape, Lowered
+from bloomery.runtime.errors import BloomeryError, ModelFileError, PlanError, WorkerLost
+
+DOORBELL = b""
+
+_ERROR_TYPES: Mapping[str, type[BloomeryError]] = {"ModelFileError": ModelFileError, "PlanError": PlanError}
+
+
+@dataclass(frozen=True)
+class WorkerStart:
+    """Everything a worker is started with; travels as its one command line argument, in JSON.
+
+    `owner` is the coordinator's name for files (`runtime_files`), `parent` its pid. `cpu` is the logical CPU to be
+    pinned to. `spins`, `idle_ns` and `deadline_ns` are how long to spin at a barrier (pauses), to watch for the next
+    step and to wait for another rank. `workload` is `module:function` of what makes the stages.
+    """
+
+    rank: int
+    generation: int
+    endpoint: str
+    owner: str
+    parent: int
+    model: str
+    shape: ArenaShape
+    cpu: int
+    spins: int
+    idle_ns: int
+    deadline_ns: int
+    time_stages: bool
+    workload: str
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> WorkerStart:
+        fields = json.loads(text)
+        return cls(**{**fields, "shape": ArenaShape(**fields["shape"])})
+
+    @property
+    def identity(self) -> bytes:
+        """Routing identity of this worker's socket: a restarted worker's differs from its predecessor's."""
+        return b"%d.%d" % (self.rank, self.generation)
+
+
+def encode(kind: str, **fields: Any) -> bytes:
+    packed: bytes = msgpack.packb({"kind": kind, **fields})
+    return packed
+
+
+def decode(frame: bytes) -> dict[str, Any]:
+    message: dict[str, Any] = msgpack.unpackb(frame)
+    return message
+
+
+def lowered_of(message: Mapping[str, Any]) -> Lowered:
+    """The `scratch` and `stages` of a hello or attach message."""
+    return Lowered(tuple((name, nbytes) for name, nbytes in message["scratch"]), message["stages"])
+
+
+def error_fields(error: BaseException) -> dict[str, str]:
+    """Fields of the error message for an exception."""
+    if isinstance(error, BloomeryError):
+        return {"type": type(error).__name__, "message": error.message, "hint": error.hint}
+    return {"type": type(error).__name__, "message": str(error), "hint": ""}
+
+
+def error_of(message: Mapping[str, Any], who: str) -> BloomeryError:
+    """The exception to raise in the coordinator: the worker's own where it is somebody's input, else WorkerLost."""
+    kind = _ERROR_TYPES.get(message["type"])
+    if kind is not None:
+        return kind(f"{message['message']} (reported by {who})", message["hint"])
+    return WorkerLost(f"{who} failed: {message['type']}: {message['message']}", message["hint"])
