@@ -44,6 +44,11 @@ class Outflow:
         """Whether something waits for credit or for room in the client's pipe."""
         return self._stalled_since is not None
 
+    @property
+    def overfull(self) -> bool:
+        """Whether the client lags so far behind that the engine should not decode on for it."""
+        return self.blocked and self._held.nbytes > self._limits.buffer_bytes
+
     def add(self, chunk: Chunk) -> None:
         """Takes a chunk; it leaves with the next `flush`, or later, merged with its successors."""
         self._held.add(chunk)
@@ -90,8 +95,6 @@ class Outflow:
         """Why the client counts as stalled, or "" if it does not."""
         if self._stalled_since is None:
             return ""
-        if self._held.nbytes > self._limits.buffer_bytes:
-            return f"{self._held.nbytes} bytes of chunks are waiting for credit, limit {self._limits.buffer_bytes}"
         waited = self._clock() - self._stalled_since
         if waited > self._limits.stall_timeout_s:
             return f"no credit for {waited:.1f} s, limit {self._limits.stall_timeout_s:g} s"

@@ -55,6 +55,8 @@ class Generator(Protocol):
 
     def abort(self, request_id: bytes) -> object: ...
 
+    def hold(self, request_id: bytes, held: bool) -> object: ...
+
 
 @dataclass(frozen=True)
 class Served:
@@ -74,6 +76,7 @@ class Running:
     internal: bytes
     outflow: Outflow
     cancelled: bool = False
+    on_hold: bool = False
 
 
 @dataclass
@@ -288,6 +291,8 @@ class Service:
                 self._forget(running.session)
             elif running.outflow.done:
                 self._drop(running)
+            elif running.outflow.overfull is not running.on_hold:
+                self._hold(running)
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -326,6 +331,12 @@ class Service:
         self._cancel(running)
         self._drop(running)
         self._send(running.session.client, error_message(running.request_id, error))
+
+    def _hold(self, running: Running) -> None:
+        """Full buffer: the request keeps its slot but takes part in no step until the client has caught up."""
+        running.on_hold = not running.on_hold
+        if self._served:
+            self._served.engine.hold(running.internal, running.on_hold)
 
     def _cancel(self, running: Running) -> None:
         running.cancelled = True

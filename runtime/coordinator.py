@@ -1,0 +1,329 @@
+"""The daemon: opens a model, starts an executor, serves clients until it is told to stop, and leaves nothing behind.
+
+Owns the order in which things start and stop, and signals. What runs is others': engine, executor, sockets, placement.
+Heavy modules are imported when their turn comes, so that the sockets answer early.
+
+Threads: the main one loads, starts the workers (it must outlive them) and then waits; the engine has one; each of the
+two sockets has one; prompts and utility calls are prepared in another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from importlib.metadata import version
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from bloomery.runtime.control import ControlSocket
+from bloomery.runtime.daemon_config import DaemonConfig
+from bloomery.runtime.daemon_state import DaemonState
+from bloomery.runtime.errors import BloomeryError, WorkerLost
+from bloomery.runtime.facts import Limits, PlanFacts, Welcome
+from bloomery.runtime.parent_watch import end_with_parent
+from bloomery.runtime.protocol import VERSIONS
+from bloomery.runtime.runtime_files import owner_name, socket_path, sweep, unlink_owned
+from bloomery.runtime.service import Served, Service
+from bloomery.runtime.utility_calls import UtilityCalls
+
+if TYPE_CHECKING:
+    from bloomery.runtime.engine import Engine
+    from bloomery.runtime.executor import StepExecutor
+    from bloomery.runtime.model_file import ModelFile
+    from bloomery.runtime.placement import Plan
+    from bloomery.runtime.program import Program
+
+log = logging.getLogger(__name__)
+
+DRAIN_SECONDS = 1.0
+ENGINE_END_SECONDS = 5.0
+CHECK_SECONDS = 1.0
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread may keep the interpreter from the control socket's thread (Python's default: 5 ms)."""
+
+Progress = Callable[[str, int, int], None]
+
+
+class Stopped(BaseException):
+    """A signal or a shutdown call came while the model was loading."""
+
+
+def run_daemon(
+    config: DaemonConfig,
+    *,
+    on_ready: Callable[[dict[str, Any]], None],
+    progress: Progress = lambda stage, done, total: None,
+    parent: int | None = None,
+) -> int:
+    """Serves a model until SIGTERM, SIGINT or a shutdown call; returns the exit status 0. Call it in the main thread.
+
+    `on_ready` gets endpoint, control, pid, model, plan, ctx, slots and more; `progress(stage, done, total)` is called
+    while the model loads. `parent` is the process to end with, if `config.exit_with_parent` (default: os.getppid()).
+    Raises BloomeryError for whatever keeps it from serving.
+    """
+    from bloomery.runtime.placement import chosen_plan
+
+    chosen_plan(config.plan)
+    stop = StopSwitch()
+    if config.exit_with_parent:
+        end_with_parent(os.getppid() if parent is None else parent, stop.pull)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    sweep()
+    with ExitStack() as stack:
+        stack.enter_context(stop)
+        stack.callback(unlink_owned, owner_name())
+        try:
+            Daemon(config, stop, progress, stack).run(on_ready)
+        except Stopped:
+            log.info("stopped while loading")
+    return 0
+
+
+class StopSwitch:
+    """Turns SIGTERM and SIGINT into an orderly end: an exception while loading, an event afterwards."""
+
+    def __init__(self) -> None:
+        self.pulled = threading.Event()
+        self._loading = False
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSwitch:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def pull(self) -> None:
+        """From any thread."""
+        self.pulled.set()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Inside, a stop raises Stopped in the main thread."""
+        self._loading = True
+        try:
+            self._check()
+            yield
+        finally:
+            self._loading = False
+        self._check()
+
+    def _check(self) -> None:
+        if self.pulled.is_set():
+            raise Stopped
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.pulled.set()
+        if self._loading:
+            self._loading = False  # a second signal must not interrupt the cleaning up after the first
+            raise Stopped
+
+
+class Daemon:
+    """One daemon's life. `stack` closes, in reverse order, whatever has been started."""
+
+    def __init__(self, config: DaemonConfig, stop: StopSwitch, progress: Progress, stack: ExitStack) -> None:
+        self._config, self._stop, self._stack = config, stop, stack
+        self._progress = progress
+        self._state = DaemonState()
+        self._limits = Limits(queue=config.queue_limit)
+        self._fatal: BaseException | None = None
+        self._engine: Engine | None = None
+
+    def run(self, on_ready: Callable[[dict[str, Any]], None]) -> None:
+        with self._stop.loading():
+            self._listen()
+            self._load()
+        on_ready(self._ready_status())
+        self._wait()
+        if self._fatal:
+            raise self._fatal
+
+    def _listen(self) -> None:
+        methods = {
+            "status": self._state.status,
+            "metrics": self._metrics,
+            "drain": self._drain,
+            "shutdown": self._stop.pull,
+        }
+        endpoint, control = endpoints(self._config)
+        self._control = ControlSocket(control, methods)
+        self._stack.callback(self._control.close)
+        self._service = Service(endpoint, self._limits, self._state.loading_details)
+        self._stack.callback(self._service.close)
+        self._state.facts = {
+            "endpoint": self._service.endpoint,
+            "control": self._control.endpoint,
+            "pid": os.getpid(),
+            "version": version("bloomery"),
+        }
+
+    def _load(self) -> None:
+        from bloomery.runtime.architectures import build_program
+        from bloomery.runtime.chat_template import ChatTemplate
+        from bloomery.runtime.engine import Engine
+        from bloomery.runtime.memory_limits import memory_room
+        from bloomery.runtime.model_facts import model_facts
+        from bloomery.runtime.model_file import ModelFile
+        from bloomery.runtime.placement import make_plan
+        from bloomery.runtime.tokenizer import Tokenizer
+
+        self._report("open", 0, 3)
+        model = self._stack.enter_context(ModelFile.open(self._config.model))
+        program = build_program(model)
+        plan = make_plan(self._config, program, memory_room())
+        self._report("open", 1, 3)
+        tokenizer = Tokenizer.from_model_file(model)
+        self._report("open", 2, 3)
+        template = ChatTemplate.from_model_file(model, tokenizer) if has_template(model) else None
+        self._report("open", 3, 3)
+        executor = self._start_executor(program, plan)
+        self._stack.callback(executor.close)
+        engine = Engine(executor, tokenizer, template, queue_limit=self._config.queue_limit)
+        self._start_engine(engine)
+        facts = model_facts(model, tokenizer, plan, self._config.alias)
+        welcome = Welcome(
+            version=max(VERSIONS),
+            server=f"bloomery/{version('bloomery')}",
+            control=self._control.endpoint,
+            model=facts,
+            plan=PlanFacts(plan.name, plan.digest),
+            limits=self._limits,
+        )
+        self._state.facts = {
+            **self._state.facts,
+            "model": facts.alias,
+            "path": facts.path,
+            "architecture": facts.architecture,
+            "plan": plan.name,
+            "plan_digest": plan.digest,
+            "executor": self._config.executor,
+            "processes": plan.processes,
+            "ctx": plan.context,
+            "slots": plan.slots,
+            "memory": {term.name: term.nbytes for term in plan.terms},
+        }
+        self._state.parts = {"engine": engine.status, "workers": executor.statistics}
+        self._service.serve(Served(engine, UtilityCalls(tokenizer, template), welcome))
+        self._state.state = "ready"
+
+    def _start_executor(self, program: Program, plan: Plan) -> StepExecutor:
+        if self._config.executor == "reference":
+            from bloomery.runtime.placement import REFERENCE_WEIGHT_BYTES
+            from bloomery.runtime.reference import ReferenceExecutor
+
+            return ReferenceExecutor(
+                program,
+                context=plan.context,
+                slots=plan.slots,
+                max_rows=max(plan.prompt_block, plan.slots),
+                cache_type=self._config.cache_type,
+                weight_bytes=REFERENCE_WEIGHT_BYTES,
+            )
+        from bloomery.runtime.host_pool import HostPool
+
+        return HostPool.start(
+            self._config.model,
+            program,
+            context=plan.context,
+            slots=plan.slots,
+            processes=plan.processes,
+            prompt_block=plan.prompt_block,
+            cache_type=self._config.cache_type,
+            progress=self._report,
+        )
+
+    def _start_engine(self, engine: Engine) -> None:
+        def run() -> None:
+            try:
+                engine.run()
+            except BaseException as error:
+                self._fatal = error
+                self._stop.pull()
+
+        thread = threading.Thread(target=run, name="bloomery-engine", daemon=True)
+
+        def end() -> None:
+            engine.close()
+            thread.join(ENGINE_END_SECONDS)
+            if thread.is_alive():
+                log.error("the engine did not end within %g s", ENGINE_END_SECONDS)
+
+        self._engine = engine
+        self._stack.callback(end)
+        thread.start()
+
+    def _wait(self) -> None:
+        """Until a stop, or until the engine cannot serve any more. Then gives running requests a moment to finish."""
+        engine = self._engine
+        assert engine is not None
+        while not self._stop.pulled.wait(CHECK_SECONDS):
+            if engine.state == "failed":
+                raise WorkerLost(str(engine.status()["error"]), "restart the daemon")
+        self._state.state = "stopping"
+        self._service.refuse_new()
+        engine.drain()
+        engine.wait_idle(DRAIN_SECONDS)
+
+    def _drain(self) -> None:
+        """The control method: running requests finish, new ones are refused; the daemon stays until it is stopped."""
+        if self._engine is None:
+            self._stop.pull()
+            return
+        self._state.state = "draining"
+        self._service.refuse_new()
+        self._engine.drain()
+
+    def _report(self, stage: str, done: int, total: int) -> None:
+        self._state.report(stage, done, total)
+        self._progress(stage, done, total)
+
+    def _metrics(self) -> dict[str, Any]:
+        engine = self._engine.metrics() if self._engine else {}
+        return {**engine, "service": self._service.counters(), "resident_bytes": resident_bytes()}
+
+    def _ready_status(self) -> dict[str, Any]:
+        names = ("endpoint", "control", "pid", "model", "plan", "ctx", "slots", "processes", "executor", "version")
+        return {name: self._state.facts[name] for name in names}
+
+
+def endpoints(config: DaemonConfig) -> tuple[str, str]:
+    """Client and control endpoint. Unnamed ones lie in the runtime directory, but the control socket of a named
+    Unix-domain endpoint lies beside it, so that it can be found while the model loads."""
+    endpoint = config.endpoint or f"ipc://{socket_path('client')}"
+    if config.control:
+        return endpoint, config.control
+    if config.endpoint.startswith("ipc://"):
+        return endpoint, f"{endpoint}.control"
+    return endpoint, f"ipc://{socket_path('control')}"
+
+
+def has_template(model: ModelFile) -> bool:
+    return bool(model.metadata.get("tokenizer.chat_template"))
+
+
+def resident_bytes() -> int:
+    """Resident set of this process, mapped weights included."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def describe_error(error: BaseException) -> dict[str, str]:
+    """An error as the parent process gets it (`private_daemon.py` makes an exception of it again)."""
+    if isinstance(error, BloomeryError):
+        return {"type": type(error).__name__, "message": error.message, "hint": error.hint}
+    return {
+        "type": "",
+        "message": f"{type(error).__name__}: {error}",
+        "hint": "the log on standard error has the trace",
+    }
