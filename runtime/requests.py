@@ -20,8 +20,9 @@ class SamplingParameters:
     """How the next token is chosen. temperature 0 is greedy (argmax, ties to the lower id). Defaults are llama-server's.
 
     Order: logit bias, penalties over the last `repeat_last_n` tokens (-1: all), top-k (0: off), top-p, min-p,
-    temperature, draw. `logprobs` asks for that many most probable tokens (0: none) of the distribution before top-k.
-    `seed` None draws a fresh one, which Final reports.
+    temperature, draw. `logprobs` asks for that many most probable tokens (0: none) of the model's own distribution: that
+    of the raw logits, before bias, penalties, filters and temperature. `seed` (0 to 2**32 - 1) None draws a fresh one,
+    which Final reports; how it makes tokens of logits is stated at `runtime.sampling.Sampler`.
     """
 
     temperature: float = 0.8

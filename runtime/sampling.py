@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import secrets
-from numbers import Real
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +19,10 @@ Row = NDArray[np.float32]
 Ids = NDArray[np.intp]
 
 SEEDS = 2**32
+_LARGEST = 1e6  # penalty or bias: far above any logit, far below what float32 loses
 _BLOCK = 128  # logits a block in `top_ids`: block maxima of the largest vocabularies still fit the first-level cache
+_NUCLEUS = 1024  # logits that top-p sorts before it sorts them all
+_PICK_BLOCK = 1024
 _FEW = 512  # penalty windows up to this size are counted by sorting, longer ones by a table over the vocabulary
 
 
@@ -44,7 +46,9 @@ class Sampler:
         self._penalises = parameters.repeat_last_n != 0 and (
             parameters.repeat_penalty != 1 or parameters.presence_penalty != 0 or parameters.frequency_penalty != 0
         )
-        self._random = np.random.RandomState(self.seed) if parameters.temperature > 0 else None
+        self._ordered = parameters.top_k > 0 or parameters.top_p < 1
+        greedy = np.float32(parameters.temperature) == 0
+        self._random = None if greedy else np.random.RandomState(self.seed)
 
     def choose(self, logits: Row, greedy: int, history: NDArray[np.int32]) -> int:
         """The next token after `history` (int32: prompt and generated tokens), given its logits (float32, V) and the
@@ -59,13 +63,15 @@ class Sampler:
             raise RequestError("internal", f"the logits are not finite (greatest: {best})", "check the model file")
         if self._random is None:
             return int(scores.argmax())
-        ids, values = self._candidates(scores, best)
-        weights = np.exp((values - np.float32(best)) / np.float32(self.parameters.temperature))
-        cumulated = np.cumsum(weights, dtype=np.float64)
-        drawn = int(np.searchsorted(cumulated, cumulated[-1] * self._uniform()))
-        if cumulated[drawn] == 0:  # u was 0: the first token that can be drawn at all
-            drawn = int(np.searchsorted(cumulated, 0, side="right"))
-        return drawn if ids is None else int(ids[drawn])
+        uniform = self._uniform()
+        if not self._ordered:
+            ids = np.flatnonzero(scores >= self._floor(best)) if self.parameters.min_p > 0 else None
+            drawn = pick(self._weights(scores if ids is None else scores[ids], best), uniform)
+            return drawn if ids is None else int(ids[drawn])
+        values = self._filtered(scores, best)
+        drawn = pick(self._weights(values, best), uniform)
+        before = int(np.count_nonzero(values[:drawn] > values[drawn]))
+        return int(np.flatnonzero(scores == values[drawn])[drawn - before])
 
     def logprob(self, logits: Row, token: int) -> TokenLogprob:
         """Log-probability of `token` and of the `logprobs` most probable ones, in the model's own distribution: softmax
@@ -84,40 +90,37 @@ class Sampler:
         if self._penalises:
             last = self.parameters.repeat_last_n
             ids, counts = token_counts(history if last < 0 else history[-last:], len(logits))
-            chosen, penalty = scores[ids], np.float32(self.parameters.repeat_penalty)
-            chosen = np.where(chosen <= 0, chosen * penalty, chosen / penalty)
+            before, penalty = scores[ids], np.float32(self.parameters.repeat_penalty)
+            chosen = np.where(before <= 0, before * penalty, before / penalty)
             chosen -= counts * np.float32(self.parameters.frequency_penalty)
             scores[ids] = chosen - np.float32(self.parameters.presence_penalty)
         return scores
 
-    def _candidates(self, scores: Row, best: float) -> tuple[Ids | None, Row]:
-        """Ids and logits of what top-k, top-p and min-p leave (ids None: all, in order).
-
-        Each filter keeps a beginning of the descending order and min-p depends on the greatest logit alone, so top-p
-        needs to sort no further than min-p reaches.
-        """
+    def _filtered(self, scores: Row, best: float) -> Row:
+        """The logits that top-k, top-p and min-p leave, in descending order. Each keeps a beginning of that order."""
         top_k, top_p, min_p = self.parameters.top_k, self.parameters.top_p, self.parameters.min_p
-        floor = np.float32(best + math.log(min_p)) if min_p > 0 else np.float32(-np.inf)
-        if top_k == 0 and top_p >= 1:
-            if min_p == 0:
-                return None, scores
-            kept = np.flatnonzero(scores >= floor)
-            return kept, scores[kept]
-        ids = top_ids(scores, top_k or 256)
-        values = scores[ids]
+        values = top_values(scores, top_k or _NUCLEUS)
         if top_p < 1:
-            weights = np.exp((values if top_k else scores) - np.float32(best))
-            wanted = top_p * float(weights.sum(dtype=np.float64))
-            while True:
-                cumulated = np.cumsum(np.exp(values - np.float32(best)), dtype=np.float64)
-                if top_k or len(ids) == len(scores) or cumulated[-1] >= wanted or values[-1] < floor:
-                    break
-                ids = top_ids(scores, 8 * len(ids))
-                values = scores[ids]
-            count = int(np.searchsorted(cumulated, wanted)) + 1
-            ids, values = ids[:count], values[:count]
-        count = max(1, int(np.count_nonzero(values >= floor)))
-        return ids[:count], values[:count]
+            cumulated = np.cumsum(exp_below(values, best), dtype=np.float64)
+            if top_k:
+                wanted = top_p * cumulated[-1]
+            else:
+                wanted = top_p * exp_below(scores, best).sum(dtype=np.float64)
+                if cumulated[-1] < wanted:
+                    values = top_values(scores, len(scores))
+                    cumulated = np.cumsum(exp_below(values, best), dtype=np.float64)
+            values = values[: int(np.searchsorted(cumulated, wanted)) + 1]
+        if min_p > 0:
+            values = values[: max(1, int(np.count_nonzero(values >= self._floor(best))))]
+        return values
+
+    def _floor(self, best: float) -> np.float32:
+        """The logit whose probability is min_p times the greatest."""
+        return np.float32(best + math.log(self.parameters.min_p))
+
+    def _weights(self, values: Row, best: float) -> Row:
+        with np.errstate(over="ignore"):  # a tiny temperature: all but the best weigh nothing
+            return np.exp((values - np.float32(best)) / np.float32(self.parameters.temperature))
 
     def _uniform(self) -> float:
         assert self._random is not None
@@ -125,23 +128,45 @@ class Sampler:
         return min((float(first) + float(second) * 2.0**32) / 2.0**64, math.nextafter(1.0, 0.0))
 
 
-def top_ids(scores: Row, count: int) -> Ids:
-    """Indices of the `count` greatest scores (all if there are fewer), best first, ties to the lower index.
+def pick(weights: Row, uniform: float) -> int:
+    """Index of the first weight at which the cumulated weights (float64) reach `uniform` (in [0, 1)) times their total;
+    never a weight of zero. Block sums first: a full float64 cumulation of a large vocabulary costs milliseconds."""
+    starts = np.arange(0, len(weights), _PICK_BLOCK)
+    sums = np.cumsum(np.add.reduceat(weights, starts, dtype=np.float64))
+    wanted = max(uniform * sums[-1], math.nextafter(0.0, 1.0))
+    block = int(np.searchsorted(sums, wanted))
+    first = block * _PICK_BLOCK
+    inside = np.cumsum(weights[first : first + _PICK_BLOCK], dtype=np.float64)
+    wanted -= sums[block - 1] if block else 0.0
+    return first + int(np.searchsorted(inside, min(max(wanted, math.nextafter(0.0, 1.0)), inside[-1])))
 
-    The count-th greatest of the maxima of blocks bounds the count-th greatest score from below, so only the few scores
-    that reach it have to be sorted.
-    """
+
+def exp_below(values: Row, best: float) -> Row:
+    return np.exp(values - np.float32(best))
+
+
+def at_least(scores: Row, count: int) -> np.float32:
+    """A bound that at least `count` scores reach, and few more: the count-th greatest of the maxima of blocks, if there
+    are enough blocks, else the count-th greatest score."""
+    blocks = len(scores) // _BLOCK
+    if count < blocks:
+        scores = scores[: blocks * _BLOCK].reshape(blocks, _BLOCK).max(axis=1)
+    place = len(scores) - count
+    return np.float32(np.partition(scores, place)[place])
+
+
+def top_values(scores: Row, count: int) -> Row:
+    """The `count` greatest scores (all if there are fewer) in descending order."""
+    if count < len(scores):
+        scores = scores[scores >= at_least(scores, count)]
+    return np.sort(scores)[::-1][:count]
+
+
+def top_ids(scores: Row, count: int) -> Ids:
+    """Indices of the `count` greatest scores (count at most their number), best first, ties to the lower index."""
     if count == 0:
         return np.empty(0, dtype=np.intp)
-    size = len(scores)
-    blocks = size // _BLOCK
-    if count < blocks:
-        maxima = scores[: blocks * _BLOCK].reshape(blocks, _BLOCK).max(axis=1)
-        candidates = np.flatnonzero(scores >= np.partition(maxima, blocks - count)[blocks - count])
-    elif count < size:
-        candidates = np.flatnonzero(scores >= np.partition(scores, size - count)[size - count])
-    else:
-        candidates = np.arange(size)
+    candidates = np.flatnonzero(scores >= at_least(scores, count))
     order = np.argsort(-scores[candidates], kind="stable")
     return candidates[order[:count]]
 
@@ -150,11 +175,10 @@ def token_counts(tokens: NDArray[np.int32], vocabulary: int) -> tuple[Ids, Row]:
     """The distinct tokens and how often each occurs (float32)."""
     if len(tokens) <= _FEW:
         ids, counts = np.unique(tokens, return_counts=True)
-    else:
-        table = np.bincount(tokens, minlength=vocabulary)
-        ids = np.flatnonzero(table)
-        counts = table[ids]
-    return ids.astype(np.intp, copy=False), counts.astype(np.float32)
+        return ids.astype(np.intp), counts.astype(np.float32)
+    table = np.bincount(tokens, minlength=vocabulary)
+    found = np.flatnonzero(table)
+    return found, table[found].astype(np.float32)
 
 
 def log_sum_exp(logits: Row) -> float:
@@ -176,9 +200,9 @@ def check_sampling(parameters: SamplingParameters, vocabulary: int) -> None:
     check_integer("top_k", parameters.top_k, 0, 2**31 - 1)
     check_number("top_p", parameters.top_p, 0, 1)
     check_number("min_p", parameters.min_p, 0, 1)
-    check_number("repeat_penalty", parameters.repeat_penalty, 2.0**-64, math.inf)
-    check_number("presence_penalty", parameters.presence_penalty, -math.inf, math.inf)
-    check_number("frequency_penalty", parameters.frequency_penalty, -math.inf, math.inf)
+    check_number("repeat_penalty", parameters.repeat_penalty, 1 / _LARGEST, _LARGEST)
+    check_number("presence_penalty", parameters.presence_penalty, -_LARGEST, _LARGEST)
+    check_number("frequency_penalty", parameters.frequency_penalty, -_LARGEST, _LARGEST)
     check_integer("repeat_last_n", parameters.repeat_last_n, -1, 2**31 - 1)
     check_integer("logprobs", parameters.logprobs, 0, vocabulary)
     if parameters.seed is not None:
@@ -188,14 +212,14 @@ def check_sampling(parameters: SamplingParameters, vocabulary: int) -> None:
             raise invalid("logit_bias", entry, "pairs of token and bias")
         check_integer("logit_bias", entry[0], 0, vocabulary - 1)
         if entry[1] != -math.inf:
-            check_number("logit_bias", entry[1], -math.inf, math.inf)
+            check_number("logit_bias", entry[1], -_LARGEST, _LARGEST)
 
 
 def check_number(field: str, value: object, low: float, high: float) -> None:
-    valid = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and low <= value <= high
-    if not valid:
-        limits = f" from {low:g} to {high:g}" if high < math.inf else f" of {low:g} or more" if low > -math.inf else ""
-        raise invalid(field, value, "a finite number" + limits)
+    number = isinstance(value, (int, float, np.floating)) and not isinstance(value, bool)
+    if not (number and math.isfinite(value) and low <= value <= high):
+        limits = f"from {low:g} to {high:g}" if high < math.inf else f"of {low:g} or more"
+        raise invalid(field, value, f"a finite number {limits}")
 
 
 def check_integer(field: str, value: object, low: int, high: int) -> None:

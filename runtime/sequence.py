@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from bloomery.runtime.chat_template import ChatTemplate
 
 Sink = Callable[[Event], None]
+TokenList: TypeAlias = tuple[object, ...] | list[object] | list[int]
 Why: TypeAlias = RequestError | Literal["aborted"]
 
 
@@ -220,12 +221,15 @@ def check_request(request: GenerationRequest, vocabulary: int) -> None:
 
 def prompt_tokens(request: GenerationRequest, tokenizer: Tokenizer, template: ChatTemplate | None) -> NDArray[np.int32]:
     """The prompt's tokens (int32). A rendered chat that already begins with BOS gets no second one."""
+    tokens: TokenList
     if request.tokens is not None:
         field, tokens = "tokens", check_list("tokens", request.tokens)
     elif request.text is not None:
         if not isinstance(request.text, str):
             raise invalid("text", request.text, "a string")
-        field, tokens = "text", encode(tokenizer, request.text, request.add_special, request.parse_special)
+        field, tokens = "text", tokenizer.encode(
+            request.text, add_special=request.add_special, parse_special=request.parse_special
+        )
     else:
         if template is None:
             raise RequestError("unsupported", "the model file has no chat template", "send text or tokens instead")
@@ -233,7 +237,7 @@ def prompt_tokens(request: GenerationRequest, tokenizer: Tokenizer, template: Ch
         text = template.render(request.messages, **variables)
         bos = "" if tokenizer.bos is None else tokenizer.piece(tokenizer.bos).decode("utf-8", "replace")
         add_special = request.add_special and not (bos and text.startswith(bos))
-        field, tokens = "messages", encode(tokenizer, text, add_special, True)
+        field, tokens = "messages", tokenizer.encode(text, add_special=add_special)
     if not tokens:
         raise invalid(field, "empty", "at least one token")
     try:
@@ -244,10 +248,3 @@ def prompt_tokens(request: GenerationRequest, tokenizer: Tokenizer, template: Ch
         for token in tokens:
             check_integer(field, token, 0, tokenizer.vocabulary - 1)
     return array.astype(np.int32)
-
-
-def encode(tokenizer: Tokenizer, text: str, add_special: bool, parse_special: bool) -> list[int]:
-    try:
-        return tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
-    except UnicodeError as error:
-        raise RequestError("invalid_request", f"the text is not valid Unicode: {error}", field="text") from error
