@@ -76,7 +76,7 @@ def _map(path: Path) -> mmap.mmap:
     except ValueError:
         raise ModelFileError(f"{path}: the file is empty, expected a GGUF file", TRUNCATED_HINT) from None
     except OSError as error:
-        hint = "check the path given with -m" if isinstance(error, FileNotFoundError) else "name a readable GGUF file"
+        hint = "check the path" if isinstance(error, FileNotFoundError) else "name a readable GGUF file"
         raise ModelFileError(f"{path}: cannot be opened: {error.strerror}", hint) from None
 
 
