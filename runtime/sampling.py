@@ -19,7 +19,7 @@ Row = NDArray[np.float32]
 Ids = NDArray[np.intp]
 
 SEEDS = 2**32
-_LARGEST = 1e6  # penalty or bias: far above any logit, far below what float32 loses
+_LARGEST = 1e6  # temperature, penalty or bias: beyond any use, and far below what float32 holds
 _BLOCK = 128  # logits a block in `top_ids`: block maxima of the largest vocabularies still fit the first-level cache
 _NUCLEUS = 1024  # logits that top-p sorts before it sorts them all
 _PICK_BLOCK = 1024
@@ -196,7 +196,7 @@ def token_logprobs(logits: NDArray[np.float32], tokens: NDArray[np.int32]) -> ND
 
 def check_sampling(parameters: SamplingParameters, vocabulary: int) -> None:
     """Raises RequestError("invalid_request") that names the first field out of its range."""
-    check_number("temperature", parameters.temperature, 0, math.inf)
+    check_number("temperature", parameters.temperature, 0, _LARGEST)
     check_integer("top_k", parameters.top_k, 0, 2**31 - 1)
     check_number("top_p", parameters.top_p, 0, 1)
     check_number("min_p", parameters.min_p, 0, 1)
@@ -217,9 +217,8 @@ def check_sampling(parameters: SamplingParameters, vocabulary: int) -> None:
 
 def check_number(field: str, value: object, low: float, high: float) -> None:
     number = isinstance(value, (int, float, np.floating)) and not isinstance(value, bool)
-    if not (number and math.isfinite(value) and low <= value <= high):
-        limits = f"from {low:g} to {high:g}" if high < math.inf else f"of {low:g} or more"
-        raise invalid(field, value, f"a finite number {limits}")
+    if not (number and low <= value <= high):
+        raise invalid(field, value, f"a number from {low:g} to {high:g}")
 
 
 def check_integer(field: str, value: object, low: int, high: int) -> None:

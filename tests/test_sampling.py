@@ -287,17 +287,17 @@ def test_prompt_scores_do_not_depend_on_the_rows_beside() -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"temperature": -0.1}, "temperature is -0.1, expected a finite number of 0 or more"),
+    ({"temperature": -0.1}, "temperature is -0.1, expected a number from 0 to 1e+06"),
     ({"temperature": math.nan}, "temperature is nan"),
     ({"temperature": math.inf}, "temperature is inf"),
     ({"temperature": "hot"}, "temperature is 'hot'"),
     ({"temperature": True}, "temperature is True"),
     ({"top_k": -1}, "top_k is -1, expected an integer from 0"),
     ({"top_k": 1.5}, "top_k is 1.5"),
-    ({"top_p": 1.01}, "top_p is 1.01, expected a finite number from 0 to 1"),
+    ({"top_p": 1.01}, "top_p is 1.01, expected a number from 0 to 1"),
     ({"min_p": -0.5}, "min_p is -0.5"),
     ({"repeat_penalty": 0.0}, "repeat_penalty is 0.0"),
-    ({"repeat_penalty": 2e6}, "repeat_penalty is 2000000.0, expected a finite number from 1e-06 to 1e+06"),
+    ({"repeat_penalty": 2e6}, "repeat_penalty is 2000000.0, expected a number from 1e-06 to 1e+06"),
     ({"presence_penalty": math.nan}, "presence_penalty is nan"),
     ({"frequency_penalty": -math.inf}, "frequency_penalty is -inf"),
     ({"repeat_last_n": -2}, "repeat_last_n is -2, expected an integer from -1"),
@@ -326,9 +326,8 @@ def test_extreme_valid_parameters_are_accepted_and_work() -> None:
     for changes in (
         {"temperature": 1e-300},
         {"temperature": 1e-30},
-        {"temperature": 1e300},
+        {"temperature": 1e6},
         {"repeat_penalty": 1e-6, "presence_penalty": 1e6, "frequency_penalty": -1e6, "logit_bias": ((3, 1e6),)},
-        {"temperature": 1e30},
         {"top_p": 0.0},
         {"min_p": 1.0},
         {"top_k": 2**31 - 1},
