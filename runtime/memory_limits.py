@@ -1,77 +1,29 @@
-"""How much memory this process may still take: of the machine, of its control groups, and in /dev/shm.
+"""How much memory this process may still take: what the machine has available, cut to its control groups' limits.
 
-Knows cgroup versions 1 and 2 at their usual mount. Does not know what the memory is for (`placement.py`). Every path is
-taken below `root`, so that recorded machines can be read.
+Does not know who takes it nor for what.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
 from pathlib import Path
 
+from bloomery.runtime.control_groups import group_folders, text_of
 
-@dataclass(frozen=True)
-class MemoryRoom:
-    """Bytes that are free: `memory` counts what the kernel can reclaim (page cache), `shared` is the room in /dev/shm.
-    `limit` names what bounds `memory`."""
-
-    memory: int
-    shared: int
-    limit: str = "memory of the machine"
+_LIMIT_AND_USAGE = {2: ("memory.max", "memory.current"), 1: ("memory.limit_in_bytes", "memory.usage_in_bytes")}
+_IDLE_PAGES = {2: "inactive_file", 1: "total_inactive_file"}
 
 
-def memory_room(root: Path = Path("/")) -> MemoryRoom:
-    """What is free now."""
-    room, limit = _machine(root), "memory of the machine"
-    for folder, names in _groups(root):
-        free = _group_room(folder, *names)
-        if free is not None and free < room:
-            room, limit = free, f"memory limit of the control group {folder}"
-    shared = os.statvfs(root / "dev/shm")
-    return MemoryRoom(room, shared.f_bavail * shared.f_frsize, limit)
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes: MemAvailable of the machine, or what the tightest control group leaves, if that is less.
 
-
-def _machine(root: Path) -> int:
-    for line in _text(root / "proc/meminfo").splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    return 2**63 - 1
-
-
-def _groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Folders of the control groups above this process, innermost first, with the names of limit, usage and of the
-    reclaimable part of the usage."""
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers == "":
-            top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            top = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        folder = top / path.lstrip("/")
-        yield from ((group, names) for group in (folder, *folder.parents) if group == top or top in group.parents)
-
-
-def _group_room(folder: Path, limit: str, usage: str, reclaimable: str) -> int | None:
-    """Bytes left below a group's limit; None without one."""
-    try:
-        room = int(_text(folder / limit)) - int(_text(folder / usage))
-    except ValueError:
-        return None
-    for line in _text(folder / "memory.stat").splitlines():
-        name, _, value = line.partition(" ")
-        if name == reclaimable:
-            room += int(value)
-    return max(0, room)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
+    Of a group's usage, file pages that nobody has touched for long are not counted: the kernel gives them back.
+    """
+    match = re.search(r"MemAvailable:\s*(\d+) kB", text_of(root / "proc/meminfo"))
+    rooms = [int(match[1]) * 1024 if match else 0]
+    for folder, version in group_folders(root, "memory"):
+        limit, usage = (text_of(folder / name) for name in _LIMIT_AND_USAGE[version])
+        if limit.isdigit() and usage.isdigit():  # "max" is no limit; version 1 says so with a number near 2^63
+            idle = re.search(rf"^{_IDLE_PAGES[version]} (\d+)", text_of(folder / "memory.stat"), re.MULTILINE)
+            rooms.append(max(0, int(limit) - int(usage) + (int(idle[1]) if idle else 0)))
+    return min(rooms)

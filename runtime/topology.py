@@ -13,6 +13,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from bloomery.runtime.control_groups import text_of
 from bloomery.runtime.cpu_limits import affinity_mask, cpu_quota
 
 CoreKind: TypeAlias = Literal["", "performance", "efficiency"]
@@ -168,23 +169,16 @@ def _interleaved(queues: Sequence[Sequence[int]]) -> list[int]:
     return [cpu for turn in zip_longest(*queues) for cpu in turn if cpu is not None]
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip("\0 \n")
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
 def _number(path: Path, default: int) -> int:
-    text = _text(path)
+    text = text_of(path)
     return int(text) if re.fullmatch(r"-?\d+", text) else default
 
 
 def _cpus(folder: Path, list_name: str, mask_name: str) -> tuple[int, ...]:
     """A set of CPUs, of which older kernels only have the mask."""
-    if text := _text(folder / list_name):
+    if text := text_of(folder / list_name):
         return parse_cpu_list(text)
-    return parse_cpu_mask(_text(folder / mask_name))
+    return parse_cpu_mask(text_of(folder / mask_name))
 
 
 def _numbered(folder: Path, prefix: str) -> list[int]:
@@ -195,7 +189,7 @@ def _numbered(folder: Path, prefix: str) -> list[int]:
 def _logical_cpus(root: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Online and offline CPUs. Kernels without the `online` list have a file for each CPU that can be switched off."""
     present = _numbered(root / _CPU, "cpu") or [0]
-    online = parse_cpu_list(_text(root / _CPU / "online"))
+    online = parse_cpu_list(text_of(root / _CPU / "online"))
     if not online:
         online = tuple(cpu for cpu in present if _number(root / _CPU / f"cpu{cpu}/online", 1))
     return online, tuple(cpu for cpu in present if cpu not in online)
@@ -225,10 +219,10 @@ def _nodes(root: Path, online: Sequence[int]) -> tuple[NumaNode, ...]:
         folder = root / _NODE / f"node{number}"
         cpus = tuple(cpu for cpu in _cpus(folder, "cpulist", "cpumap") if cpu in free)
         free.difference_update(cpus)
-        total = re.search(r"MemTotal:\s*(\d+) kB", _text(folder / "meminfo"))
+        total = re.search(r"MemTotal:\s*(\d+) kB", text_of(folder / "meminfo"))
         nodes.append(NumaNode(number, cpus, int(total[1]) * 1024 if total else 0))
     if not nodes:
-        total = re.search(r"MemTotal:\s*(\d+) kB", _text(root / "proc/meminfo"))
+        total = re.search(r"MemTotal:\s*(\d+) kB", text_of(root / "proc/meminfo"))
         return (NumaNode(0, tuple(online), int(total[1]) * 1024 if total else 0),)
     return tuple(nodes)
 
@@ -246,7 +240,7 @@ def _cache_domains(root: Path, online: Sequence[int], node_of: dict[int, int]) -
         )
         if level >= 3:
             sharing = _cpus(folder, "shared_cpu_list", "shared_cpu_map")
-            size = _cache_bytes(_text(folder / "size"))
+            size = _cache_bytes(text_of(folder / "size"))
         else:
             sharing, level, size = tuple(other for other in online if node_of.get(other) == node_of.get(cpu)), 0, 0
         group = tuple(sorted({cpu, *sharing}.intersection(online) - seen))
@@ -262,7 +256,7 @@ def _cache_bytes(text: str) -> int:
 
 def _core_kinds(root: Path, online: Sequence[int]) -> dict[int, CoreKind]:
     """Kinds of hybrid machines: from the monitoring units (x86), else from the capacities (ARM); empty if uniform."""
-    slow = {cpu for unit in _EFFICIENCY_UNITS for cpu in parse_cpu_list(_text(root / "sys/devices" / unit / "cpus"))}
+    slow = {cpu for unit in _EFFICIENCY_UNITS for cpu in parse_cpu_list(text_of(root / "sys/devices" / unit / "cpus"))}
     if not slow:
         capacities = {cpu: _number(root / _CPU / f"cpu{cpu}/cpu_capacity", 0) for cpu in online}
         slow = {cpu for cpu, capacity in capacities.items() if capacity < _SAME_KIND * max(capacities.values())}
@@ -276,7 +270,7 @@ def _gpus(root: Path, nodes: Sequence[NumaNode]) -> tuple[Gpu, ...]:
     found = []
     numbers = {node.number for node in nodes}
     for device in sorted((root / "sys/bus/pci/devices").glob("*")):
-        if _text(device / "vendor") == _NVIDIA and _text(device / "class")[:6] in _DISPLAY_CLASSES:
+        if text_of(device / "vendor") == _NVIDIA and text_of(device / "class")[:6] in _DISPLAY_CLASSES:
             node = max(0, _number(device / "numa_node", -1))
             found.append(Gpu(device.name, node if node in numbers else nodes[0].number))
     return tuple(found)

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from bloomery.runtime.cpu_limits import affinity_mask, cpu_quota
+from bloomery.runtime.memory_limits import available_memory
 from bloomery.runtime.topology import CacheDomain, Gpu, Topology, default_processes, parse_cpu_list, parse_cpu_mask
 
 DATA = Path(__file__).with_name("data") / "topology"
@@ -179,3 +180,29 @@ def test_this_machine_agrees_with_psutil() -> None:
     assert len(topology.online) == psutil.cpu_count()
     assert 1 <= default_processes() <= len(affinity_mask())
     assert json.loads(json.dumps(topology.as_dict()))["cores"][0]["cpus"] == list(topology.cores[0].cpus)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 1000 << 20),
+        ({"sys/fs/cgroup/job/memory.max": "max", "sys/fs/cgroup/job/memory.current": "77"}, 1000 << 20),
+        ({"sys/fs/cgroup/job/memory.max": str(900 << 20), "sys/fs/cgroup/job/memory.current": str(1 << 20)}, 899 << 20),
+        ({"sys/fs/cgroup/job/memory.max": "5", "sys/fs/cgroup/job/memory.current": "77"}, 0),
+        ({"cg/mem/job/memory.limit_in_bytes": str(2**63 - 4096), "cg/mem/job/memory.usage_in_bytes": "7"}, 1000 << 20),
+        ({"cg/mem/job/memory.limit_in_bytes": "4000", "cg/mem/job/memory.usage_in_bytes": "1000"}, 3000),
+        (
+            {
+                "cg/mem/job/memory.limit_in_bytes": "4000",
+                "cg/mem/job/memory.usage_in_bytes": "4000",
+                "cg/mem/job/memory.stat": "inactive_file 11\ntotal_cache 3000\ntotal_inactive_file 2500",
+            },
+            2500,
+        ),
+    ],
+)
+def test_memory_that_control_groups_leave(tmp_path: Path, files: dict[str, str], expected: int) -> None:
+    mounts = f"{V2_MOUNT}\n32 24 0:29 / /cg/mem rw shared:9 - cgroup cgroup rw,memory"
+    base = {"proc/meminfo": "MemTotal: 4096000 kB\nMemAvailable:    1024000 kB"}
+    base |= {"proc/self/cgroup": "7:memory:/job\n0::/job", "proc/self/mountinfo": mounts}
+    assert available_memory(put(tmp_path, base | files)) == expected
