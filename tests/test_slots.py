@@ -1,0 +1,177 @@
+"""The slot pool against a model that never reads its bookkeeping: what tokens each slot's cache rows really hold.
+
+Planted once and seen to fail: the last prompt token counted as cached; a busy slot handed out; a copy from behind the
+source's count; the victim's old rows claimed; the most recently used slot given up; a match in place that throws away
+a long conversation; idle and busy matches of equal length resolved to a copy.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from bloomery.runtime.slots import COPY_AT_LEAST, Slot, SlotPool, worth_keeping
+
+SLOTS, CONTEXT = 4, 120
+
+
+def common_prefix(left: list[int], right: list[int]) -> int:
+    length = 0
+    while length < min(len(left), len(right)) and left[length] == right[length]:
+        length += 1
+    return length
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """`rows[slot]` are the tokens in the slot's cache rows, moved only by evaluations and copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = SlotPool(SLOTS, self.copy)
+        self.rows: list[list[int]] = [[] for _ in range(SLOTS)]
+        self.running: list[Slot] = []
+        self.released: list[int] = []  # slot indices, least recently used first
+        self.copies: list[tuple[int, int, int]] = []
+
+    def copy(self, source: int, target: int, positions: int) -> None:
+        assert positions <= len(self.rows[source])
+        assert all(slot.index != target for slot in self.running), "a busy slot's rows are overwritten"
+        self.copies.append((source, target, positions))
+        self.rows[target] = self.rows[source][:positions]
+
+    @initialize()
+    def start(self) -> None:
+        self.released = list(range(SLOTS))
+
+    @precondition(lambda self: len(self.running) < SLOTS)
+    @rule(data=st.data(), reuse=st.sampled_from([True, True, True, False]))
+    def admit(self, data: st.DataObject, reuse: bool) -> None:
+        known = data.draw(st.sampled_from([[], *self.rows]))
+        cut = data.draw(st.integers(0, len(known)))
+        prompt = [*known[:cut], *data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=20))][:CONTEXT]
+        busy = {slot.index for slot in self.running}
+        matches = [common_prefix(rows, prompt[:-1]) for rows in self.rows]
+        before = [list(rows) for rows in self.rows]
+        self.copies = []
+        tokens = np.full(len(prompt) + 10, -1, dtype=np.int32)
+        tokens[: len(prompt)] = prompt
+        slot, cached = self.pool.acquire(tokens, len(prompt), reuse)
+
+        assert slot.index not in busy and slot.busy
+        assert cached == slot.count <= len(prompt) - 1
+        assert self.rows[slot.index][:cached] == prompt[:cached], "claimed tokens are not in the cache"
+        assert self.pool.idle == SLOTS - len(busy) - 1
+        oldest = next(index for index in self.released if index not in busy)
+        idle_matches = [matches[index] for index in range(SLOTS) if index not in busy]
+        if not reuse:
+            assert cached == 0 and slot.index == oldest and not self.copies
+        else:
+            assert cached > max(matches) - COPY_AT_LEAST, "a longer match was worth a copy"
+            if max(idle_matches) == max(matches) and slot.index != oldest:
+                assert cached == max(matches) and not self.copies, "another than the oldest only if the match is in it"
+                lost = len(before[slot.index]) - cached
+                assert lost <= max(COPY_AT_LEAST, cached // 8), "a conversation was thrown away"
+            if self.copies:
+                [(source, target, positions)] = self.copies
+                assert (target, positions) == (oldest, cached) and matches[source] == cached == max(matches)
+                assert cached >= matches[oldest] + COPY_AT_LEAST
+        for index in set(range(SLOTS)) - {slot.index}:
+            assert self.rows[index] == before[index]
+        self.rows[slot.index] = self.rows[slot.index][:cached]
+        self.running.append(slot)
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, SLOTS), new=st.lists(st.integers(0, 2), min_size=1, max_size=30))
+    def evaluate(self, which: int, new: list[int]) -> None:
+        """Rows are computed: first what is left of the prompt, then whatever comes."""
+        slot = self.running[which % len(self.running)]
+        room = len(slot.tokens) - slot.count
+        for token in new[:room]:
+            if slot.tokens[slot.count] < 0:
+                slot.tokens[slot.count] = token
+            self.rows[slot.index].append(int(slot.tokens[slot.count]))
+            slot.count += 1
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, SLOTS))
+    def end(self, which: int) -> None:
+        slot = self.running.pop(which % len(self.running))
+        self.pool.release(slot)
+        self.released.remove(slot.index)
+        self.released.append(slot.index)
+
+    @invariant()
+    def record_tells_the_truth(self) -> None:
+        for slot in self.pool.slots:
+            assert slot.tokens[: slot.count].tolist() == self.rows[slot.index]
+        assert self.pool.held_tokens == sum(map(len, self.rows))
+
+
+PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestPool = PoolMachine.TestCase
+
+
+def filled(index: int, tokens: list[int]) -> Slot:
+    slot = Slot(index)
+    slot.tokens, slot.count = np.array(tokens, dtype=np.int32), len(tokens)
+    return slot
+
+
+def test_match_is_the_longest_common_prefix() -> None:
+    slot = filled(0, [1, 2, 3, 4])
+    for prompt, length in [([], 0), ([2], 0), ([1, 2, 9], 2), ([1, 2, 3, 4, 5], 4), ([1, 2], 2)]:
+        assert slot.match(np.array(prompt, dtype=np.int32)) == length
+    slot.count = 1
+    assert slot.match(np.array([1, 2, 3], dtype=np.int32)) == 1, "rows behind count are not claimed"
+
+
+def test_turns_of_one_conversation_stay_in_their_slot() -> None:
+    """Each turn resends the last answer less its last token, differently by a few: no copy, no second slot."""
+    pool = SlotPool(3, lambda *_: (_ for _ in ()).throw(AssertionError("copied")))
+    history, previous = list(range(50)), 1
+    for turn in range(5):
+        tokens = np.array([*history, *range(1000 * turn, 1000 * turn + 40)], dtype=np.int32)
+        slot, cached = pool.acquire(tokens, len(history) + 10, True)
+        assert slot.index == 0 and cached == previous - 1
+        slot.count = len(tokens) - 1
+        pool.release(slot)
+        previous = len(tokens)
+        history = [*tokens.tolist(), 7, 8]
+
+
+def test_a_shared_instruction_is_copied_and_both_conversations_stay() -> None:
+    copies: list[tuple[int, int, int]] = []
+    pool = SlotPool(2, lambda *copy: copies.append(copy))
+    instruction = list(range(200))
+    first = np.array([*instruction, *range(500, 700)], dtype=np.int32)
+    slot, _ = pool.acquire(first, len(first), True)
+    slot.count = len(first)
+    pool.release(slot)
+    second = np.array([*instruction, *range(800, 900)], dtype=np.int32)
+    other, cached = pool.acquire(second, len(second), True)
+    assert (slot.index, other.index, cached, copies) == (0, 1, 200, [(0, 1, 200)])
+    assert slot.count == 400
+
+
+def test_worth_keeping() -> None:
+    slot = filled(0, list(range(1000)))
+    assert worth_keeping(slot, 0) and worth_keeping(slot, 880) and not worth_keeping(slot, 900)
+    assert not worth_keeping(slot, 1000)
+
+
+def test_a_failed_copy_leaves_the_slot_idle_and_empty() -> None:
+    def fail(*_: int) -> None:
+        raise RuntimeError("lost")
+
+    pool = SlotPool(2, fail)
+    tokens = np.arange(100, dtype=np.int32)
+    slot, _ = pool.acquire(tokens, 100, True)
+    slot.count = 100
+    try:
+        pool.acquire(tokens.copy(), 100, True)
+    except RuntimeError:
+        assert pool.idle == 1 and pool.slots[1].count == 0 and slot.count == 100
+    else:
+        raise AssertionError("the copy was not tried")
