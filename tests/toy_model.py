@@ -9,13 +9,17 @@ rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.runtime.errors import StepAborted, WorkerLost
 from bloomery.runtime.executor import StepResult, StepRows
+from bloomery.runtime.requests import FinishReason, GenerationRequest
+from bloomery.runtime.sampling import Sampler
+from bloomery.runtime.tokenizer import Detokenizer, Tokenizer
 
 MASK = (1 << 64) - 1
 EMPTY = 0x9E3779B97F4A7C15
@@ -47,6 +51,7 @@ class ToyTokenizer:
     """The part of a tokenizer that the engine uses: one token a byte string, text split into letters."""
 
     vocabulary = VOCABULARY
+    add_space_prefix = False
     bos: int | None = None
     eos: int | None = END
     end_tokens = frozenset({END})
@@ -56,6 +61,9 @@ class ToyTokenizer:
 
     def piece(self, token: int, *, special: bool = True) -> bytes:
         return b"" if token == END and not special else PIECES[token]
+
+
+TOKENIZER = cast(Tokenizer, ToyTokenizer())
 
 
 def mix(before: int, token: int) -> int:
@@ -78,6 +86,57 @@ def logits_after(tokens: list[int]) -> NDArray[np.float32]:
     return logits_of(state)
 
 
+@dataclass(frozen=True)
+class Solo:
+    """What a request gives when it is alone in the world."""
+
+    tokens: list[int]
+    text: str
+    reason: FinishReason
+    stop: str
+    logits: list[NDArray[np.float32]]  # after every evaluated token
+    prompt_logprobs: list[float]
+
+
+def solo(request: GenerationRequest, context: int, seed: int) -> Solo:
+    """One token after the other, everything looked up anew: text, stop strings, limits, the whole history."""
+    assert request.tokens is not None
+    prompt, ends = list(request.tokens), set(request.stop_tokens)
+    sampler = Sampler(replace(request.sampling, seed=seed), frozenset({END}) if request.ignore_eos else frozenset())
+    ends |= set() if request.ignore_eos else {END}
+    logits = [logits_after(prompt[: length + 1]) for length in range(len(prompt))]
+    wide = [row.astype(np.float64) for row in logits]
+    scores = [float(row[token] - np.log(np.exp(row).sum())) for row, token in zip(wide, prompt[1:], strict=False)]
+    tokens: list[int] = []
+    shown: list[int] = []
+    while True:
+        if len(tokens) == request.max_tokens:
+            return Solo(tokens, text_of(shown, True), "length", "", logits, scores)
+        if len(prompt) + len(tokens) > context:
+            return Solo(tokens, text_of(shown, True), "context", "", logits, scores)
+        if tokens:
+            logits.append(logits_after(prompt + tokens))
+        token = sampler.choose(logits[-1], int(logits[-1].argmax()), np.array(prompt + tokens, dtype=np.int32))
+        tokens.append(token)
+        ended = token in ends
+        if not ended:
+            shown.append(token)
+        full = ended or len(tokens) == request.max_tokens or len(prompt) + len(tokens) > context
+        text = text_of(shown, full)
+        for end in range(1, len(text) + 1):
+            if found := [stop for stop in request.stop if text[:end].endswith(stop)]:
+                stop = max(found, key=len)
+                return Solo(tokens, text[: end - len(stop)], "stop", stop, logits, scores)
+        if ended:
+            return Solo(tokens, text, "stop", "", logits, scores)
+
+
+def text_of(tokens: list[int], ended: bool) -> str:
+    """Text of generated tokens: whole characters, and what is left of one at the end."""
+    detokenizer = Detokenizer(TOKENIZER)
+    return "".join(map(detokenizer.push, tokens)) + (detokenizer.flush() if ended else "")
+
+
 class ToyExecutor:
     """`during` is called in the middle of every step, when its rows have been scrambled and not yet computed; what it
     raises, the step raises. `seconds` is what a step claims to have taken, given its rows."""
@@ -92,6 +151,7 @@ class ToyExecutor:
         self.seconds: Callable[[int], float] = lambda rows: 0.001 * rows
         self.history: list[list[tuple[int, int, int]]] = []  # of each finished step: (slot, first position, rows)
         self.copies: list[tuple[int, int, int]] = []
+        self.copying: Callable[[], None] = lambda: None  # called in the middle of every copy
         self.aborts = self.recoveries = 0
         self.recoverable = True
         self.broken = False
@@ -143,6 +203,12 @@ class ToyExecutor:
     def copy_prefix(self, source: int, target: int, positions: int) -> None:
         assert source != target and 0 < positions <= self.context
         self.copies.append((source, target, positions))
+        self.states[target, :positions] = self.noise.integers(1, MASK, size=positions, dtype=np.uint64)
+        try:
+            self.copying()
+        except WorkerLost:
+            self.broken = True
+            raise
         self.states[target, :positions] = self.states[source, :positions]
 
     def recover(self) -> None:
