@@ -172,10 +172,9 @@ class Daemon:
         from bloomery.runtime.architectures import build_program
         from bloomery.runtime.chat_template import ChatTemplate
         from bloomery.runtime.engine import Engine
-        from bloomery.runtime.memory_limits import memory_room
         from bloomery.runtime.model_facts import model_facts
         from bloomery.runtime.model_file import ModelFile
-        from bloomery.runtime.placement import make_plan
+        from bloomery.runtime.placement import make_plan, memory_room
         from bloomery.runtime.tokenizer import Tokenizer
 
         self._report("open", 0, 3)

@@ -87,10 +87,10 @@ def number(low: float = -math.inf, high: float = math.inf) -> FieldType:
 
 
 def any_float() -> FieldType:
-    """A float that may be infinite (a log-probability of an excluded token)."""
+    """A float that may be infinite (the log-probability of an excluded token) but not NaN."""
 
     def read(value: Any, path: str) -> float:
-        if type(value) not in (int, float):
+        if type(value) not in (int, float) or math.isnan(value):
             refuse(path, "a number", value)
         return float(value)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -16,8 +17,9 @@ from bloomery.runtime.arena import ArenaLayout, ArenaShape, Lowered
 from bloomery.runtime.daemon_config import DaemonConfig
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.host_pool import LOGITS_BYTES
-from bloomery.runtime.memory_limits import MemoryRoom
+from bloomery.runtime.memory_limits import available_memory
 from bloomery.runtime.program import Program
+from bloomery.runtime.runtime_files import SHARED_MEMORY
 from bloomery.runtime.topology import default_processes
 
 CARD_PLANS = {
@@ -32,6 +34,21 @@ PROCESS_BYTES = 160 << 20
 """An interpreter with NumPy and the compiled kernels."""
 REFERENCE_WEIGHT_BYTES = 2 << 30
 """Bound of the dequantised weights that the reference executor keeps."""
+
+
+@dataclass(frozen=True)
+class MemoryRoom:
+    """Bytes that are free: of the machine and its control groups (`memory`), and in /dev/shm (`shared`), which counts
+    as memory, too."""
+
+    memory: int
+    shared: int
+
+
+def memory_room() -> MemoryRoom:
+    """What is free now."""
+    shared = os.statvfs(SHARED_MEMORY)
+    return MemoryRoom(available_memory(), shared.f_bavail * shared.f_frsize)
 
 
 @dataclass(frozen=True)
@@ -153,7 +170,7 @@ def _refuse_what_does_not_fit(plan: Plan, room: MemoryRoom) -> None:
         used += term.nbytes
         shared += term.nbytes if term.place == "shared" else 0
         if used > room.memory:
-            _refuse(plan, term, used - room.memory, f"{room.memory} bytes are free ({room.limit})")
+            _refuse(plan, term, used - room.memory, f"{room.memory} bytes are free")
         if shared > room.shared:
             _refuse(plan, term, shared - room.shared, f"/dev/shm has {room.shared} bytes free")
 
