@@ -35,24 +35,16 @@ _LONGEST_SLEEP_MS = 1000
 _LINGER_MS = 500
 
 
-class Stopped(Exception):
-    """The coordinator told this worker to leave."""
-
-
 def run(start: WorkerStart) -> int:
     """The life of a worker; returns its exit status."""
     faulthandler.enable()
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # sent to whole groups; what they mean is the coordinator's to decide
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to whole groups: what they mean is the coordinator's affair
         signal.signal(number, signal.SIG_IGN)
     watch_parent(start.parent, lambda: unlink_owned(start.owner))
     psutil.Process().cpu_affinity([start.cpu])
     link = Link(start)
     try:
         Worker(start, link).serve_until_told()
-    except Stopped:
         return 0
     except Exception as error:
         traceback.print_exc()
@@ -106,7 +98,7 @@ class Worker:
         self._memory: tuple[Any, ...] = ()
 
     def serve_until_told(self) -> None:
-        """Reports, compiles what it is told to, attaches, and serves steps until Stopped is raised."""
+        """Reports, compiles what it is told to, attaches, and serves steps until it is told to stop."""
         self._link.send(
             "hello",
             scratch=self._lowered.scratch,
@@ -167,10 +159,7 @@ class Worker:
         start, (table, _, private) = self._start, self._memory
         control, words = arena.address("control"), private.ctypes.data
         step_data = (control, arena.address("record"), table.ctypes.data, len(table), words)
-        while True:
-            reason = interpreter.serve(*step_data, start.rank, start.shape.processes)
-            if reason == interpreter.Reason.STOPPED:
-                raise Stopped
+        while interpreter.serve(*step_data, start.rank, start.shape.processes) != interpreter.Reason.STOPPED:
             if interpreter.prepare_to_sleep(control, words, start.rank):
                 self._link.sleep()
             interpreter.wake_up(control, start.rank)

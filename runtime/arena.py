@@ -116,7 +116,8 @@ class ArenaLayout:
             self._add("scratch", f"scratch:{name}", nbytes)
         for state in program.states.values():
             self._add("cache", f"state:{state.name}", shape.slots * shape.context * self.state_stride(state.name))
-        facts = (LAYOUT_VERSION, shape, lowered.stages, sorted(self.regions.items()), sorted(self.segments.items()))
+        meaning = (list(self.buffers.values()), list(self.states.values()), lowered, shape)  # padding can hide a width
+        facts = (LAYOUT_VERSION, meaning, list(self.regions.items()), list(self.segments.items()))
         self.digest = hashlib.sha256(repr(facts).encode()).digest()
 
     def _add(self, segment: str, name: str, nbytes: int) -> None:

@@ -38,6 +38,7 @@ _QUIET_SECONDS = 300.0
 _CLOSE_SECONDS = 2.0
 _BARRIER_SPINS = 512
 _IDLE_SPIN_NS = 2_000_000
+_CROWDED_IDLE_NS = 200_000  # yielding all the while
 
 _pool_numbers = itertools.count()
 
@@ -314,7 +315,7 @@ class HostPool:
             reasons.append(f"{self._group.describe(rank)} made no progress for {self._stall_seconds:.3g} s{where}")
         for rank in self._group.dead():
             if rank not in hung:
-                reasons.append(f"{self._group.describe(rank)} {self._group.describe_exit(rank)}{self._where(rank)}")
+                reasons.append(self._group.describe_exit(rank, self._where(rank)))
         self._lost = f"{'; '.join(reasons)} ({when})"
 
     def _where(self, rank: int) -> str:
@@ -347,7 +348,7 @@ class _StallWatch:
 
 
 def _worker_starts(model_path: str, shape: ArenaShape, time_stages: bool, workload: str) -> list[WorkerStart]:
-    """One start for each rank, pinned in the topology's order; more ranks than cores share cores and never spin."""
+    """One start for each rank, pinned in the topology's order. More ranks than cores share them and yield to wait."""
     order = Topology.read().within(affinity_mask()).pin_order()
     quota = cpu_quota()
     oversubscribed = shape.processes > min(len(order), len(order) if quota is None else quota)
@@ -362,7 +363,7 @@ def _worker_starts(model_path: str, shape: ArenaShape, time_stages: bool, worklo
             shape=shape,
             cpu=order[rank % len(order)],
             spins=0 if oversubscribed else _BARRIER_SPINS,
-            idle_ns=0 if oversubscribed else _IDLE_SPIN_NS,
+            idle_ns=_CROWDED_IDLE_NS if oversubscribed else _IDLE_SPIN_NS,
             deadline_ns=int(2e9 * _STALL_SECONDS * deadline_scale()),
             time_stages=time_stages,
             workload=workload,

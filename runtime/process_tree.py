@@ -45,16 +45,18 @@ class Child:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def describe_exit(self) -> str:
-        """`was killed by SIGKILL` or `ended with exit status 3`, with the last words if there are any."""
+    def describe_exit(self, where: str = "") -> str:
+        """`was killed by SIGKILL` or `ended with exit status 3`, where, and its last words if there are any."""
         status = self._process.poll()
         if status is None:
-            return "is still running"
+            return f"is still running{where}"
         if status < 0:
-            with contextlib.suppress(ValueError):
-                return f"was killed by {signal.Signals(-status).name}{self._quoted_words()}"
-            return f"was killed by signal {-status}{self._quoted_words()}"
-        return f"ended with exit status {status}{self._quoted_words()}"
+            try:
+                name = signal.Signals(-status).name
+            except ValueError:  # a real-time signal
+                name = f"signal {-status}"
+            return f"was killed by {name}{where}{self._quoted_words()}"
+        return f"ended with exit status {status}{where}{self._quoted_words()}"
 
     def last_words(self) -> str:
         """The end of what the child wrote to standard error."""
@@ -63,8 +65,10 @@ class Child:
         return b"".join(list(self._words)).decode(errors="replace")[-_LAST_WORDS_BYTES:].strip()
 
     def _quoted_words(self) -> str:
-        lines = self.last_words().splitlines()
-        return f"; its last words: {lines[-1].strip()}" if lines else ""
+        """The line that says most: of a crash its first, of a traceback its last."""
+        lines = [line.strip() for line in self.last_words().splitlines()]
+        crash = [line for line in lines if line.startswith("Fatal Python error")]
+        return f"; its last words: {(crash or lines)[-1]}" if lines else ""
 
     def kill(self) -> None:
         """SIGKILL, and waits until the process is gone."""

@@ -17,6 +17,7 @@ import os
 import re
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,9 @@ from bloomery.runtime.errors import BloomeryError
 SHARED_MEMORY = Path("/dev/shm")
 SOCKET_PATH_LIMIT = 107
 """Bytes of sun_path on Linux, less the final zero."""
+
+_EXIT_SECONDS = 0.3
+"""A killed process keeps its locks until the last of its threads is gone, a few milliseconds."""
 
 _OWNED = re.compile(r"bloomery-(\d+)-(\d+)-.+")
 
@@ -101,8 +105,13 @@ def unlink_owned(owner: str) -> None:
 def sweep() -> list[str]:
     """Removes what dead owners left in shared memory and in the runtime directory; returns the names removed."""
     swept = []
+    deadline = time.monotonic() + _EXIT_SECONDS
     for path in _owned_paths():
-        if owner_is_alive(path.name) or _in_use(path):
+        if owner_is_alive(path.name):
+            continue
+        while (in_use := _in_use(path)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if in_use:
             continue
         with contextlib.suppress(OSError):  # another user's, or another process swept it first
             path.unlink()

@@ -54,8 +54,8 @@ class WorkerGroup:
     def describe(self, rank: int) -> str:
         return f"CPU-expert worker {rank} (pid {self._children[rank].pid})"
 
-    def describe_exit(self, rank: int) -> str:
-        return self._children[rank].describe_exit()
+    def describe_exit(self, rank: int, where: str = "") -> str:
+        return f"{self.describe(rank)} {self._children[rank].describe_exit(where)}"
 
     def any_dead(self) -> bool:
         """One system call: whether a worker has died since it was started."""
@@ -172,7 +172,7 @@ class WorkerGroup:
 
     def _lost(self, rank: int) -> WorkerLost:
         return WorkerLost(
-            f"{self.describe(rank)} {self.describe_exit(rank)}",
+            self.describe_exit(rank),
             "see its last words; start again once the cause is gone",
         )
 

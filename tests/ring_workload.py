@@ -4,8 +4,8 @@ Row r of buffer `a` starts from its token; stage k computes b[i] = a[7*i+3] * (2
 places. Every rank writes a third (or so) of the elements and reads those of all others. Before that it idles for a
 pseudo-random time, so that ranks arrive in every order. Everything is int64, kept in f32 buffers of twice the width.
 
-The model "path" is JSON: `stages`, `delay` (greatest idle time, in pauses), and `refuse` (make lowering fail). The
-token STUCK in a step's first row keeps the last rank in stage 2 for ever, CRASH makes it follow a null pointer there.
+The model "path" is JSON: `stages`, `delays` (greatest idle times in pauses, in turns), and `refuse` (make lowering
+fail). The token STUCK in a step's first row keeps the last rank in stage 2 for ever, CRASH makes it write to address 8.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _mix(args: int, rank: int, ranks: int, step: int) -> None:
         for _ in range(HANG_PAUSES):
             pause()
     if stage == 2 and rank == ranks - 1 and first == CRASH:
-        store_release(0, 0)
+        store_release(8, 0)
     seed = (first * 1000003 + stage * 7919 + rank * 104729) * 2862933555777941757 + 3037000493
     for _ in range(((seed >> 33) & 0xFFFF) * delay >> 16):
         pause()
@@ -149,11 +149,11 @@ class RingWorkload:
     def stages(self, context: LoweringContext) -> list[Stage]:
         if self._settings.get("refuse") == "plan":
             raise PlanError("tensor ring.weight has type Q9_Z, which has no kernel", "requantise the file")
-        delay = context.scratch("delay", 8) * 0 + self._settings["delay"]
+        delays = self._settings["delays"]
         (a, stride), (b, _) = context.view(View("a", 0, WIDTH)), context.view(View("b", 0, WIDTH))
         stages = [Stage("first", (a, stride), "first")]
         for stage in range(self._settings["stages"]):
-            stages.append(Stage("mix", (a, b, stride, stage, delay), f"mix.{stage}"))
+            stages.append(Stage("mix", (a, b, stride, stage, delays[stage % len(delays)]), f"mix.{stage}"))
             a, b = b, a
         state = context.state("sums")
         stages.append(Stage("keep", (a, stride, state.address, state.slot_stride, state.row_stride), "keep"))

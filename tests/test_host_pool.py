@@ -1,0 +1,247 @@
+"""The pool: barriers, doorbells, aborting and closing, shown with kernels that any early step would break."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import ring_workload
+from pool_kit import (
+    BLOCK,
+    CONTEXT,
+    SLOTS,
+    check_step,
+    left_behind,
+    make_rows,
+    start_pool,
+    wait_until,
+    worker_children,
+    worker_environment,
+)
+
+from bloomery.runtime.errors import BloomeryError, ModelFileError, PlanError, StepAborted, WorkerLost
+from bloomery.runtime.executor import StepRows
+from bloomery.runtime.host_pool import HostPool
+
+
+@pytest.fixture(autouse=True)
+def find_ring_workload(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in worker_environment().items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_steps_are_right_for_any_number_of_processes(processes: int) -> None:
+    rng = np.random.default_rng(processes)
+    progress: list[tuple[str, int, int]] = []
+    pool = start_pool(processes, stages=30, delays=[20], progress=lambda *report: progress.append(report))
+    try:
+        assert (pool.max_rows, pool.max_out_rows, pool.slots, pool.context) == (BLOCK, BLOCK, SLOTS, CONTEXT)
+        for count in (1, BLOCK, 3, 1, 17, 2):
+            check_step(pool, make_rows(rng, count, slot=int(rng.integers(SLOTS))), stages=30)
+        statistics = pool.statistics()
+        assert (statistics["steps"], statistics["rows"], statistics["restarts"]) == (6, BLOCK + 24, 0)
+        assert sorted(statistics["pids"]) == sorted(child.pid for child in worker_children())
+        assert 0 < statistics["step_seconds_mean"] < 5
+    finally:
+        pool.close()
+    kernels = 1 + len(ring_workload.KERNELS)
+    assert progress[-1] == ("load", processes, processes)
+    assert [done for stage, done, total in progress if stage == "compile" and total == kernels] == [*range(kernels + 1)]
+    assert list(dict.fromkeys(stage for stage, _, _ in progress)) == ["spawn", "compile", "load"]
+
+
+@pytest.mark.parametrize(("processes", "steps"), [(2, 200), (3, 60)])
+def test_barriers_hold_under_random_delays(processes: int, steps: int) -> None:
+    """500 barriers a step; ranks arrive in every order, at a few even after the others have begun to nap (2 ms)."""
+    rng = np.random.default_rng(20 + processes)
+    delays = [0, 0, 40, 300] * 125
+    delays[57] = delays[400] = 80_000
+    pool = start_pool(processes, stages=500, delays=delays)
+    try:
+        for _ in range(steps):
+            check_step(pool, make_rows(rng, 1), stages=500)
+    finally:
+        pool.close()
+
+
+def test_no_wake_up_is_lost() -> None:
+    """Steps that begin around the moment at which a worker falls asleep. A lost one costs its longest sleep."""
+    rng = np.random.default_rng(31)
+    pool = start_pool(2, stages=3)
+    slow = 0
+    try:
+        for gap in rng.uniform(0, 0.006, 250):
+            time.sleep(gap)
+            begun = time.perf_counter()
+            check_step(pool, make_rows(rng, 1), stages=3)
+            slow += time.perf_counter() - begun > 0.4
+    finally:
+        pool.close()
+    assert slow == 0
+
+
+def test_idle_workers_sleep_and_wake() -> None:
+    pool = start_pool(2, stages=3)
+    try:
+        check_step(pool, make_rows(np.random.default_rng(1), 1), stages=3)
+        assert wait_until(lambda: all(pool.statistics()["sleeping"]), 5)
+        before = _cpu_seconds(pool)
+        time.sleep(2.5)
+        assert _cpu_seconds(pool) - before < 0.01 * 2.5
+        check_step(pool, make_rows(np.random.default_rng(2), 5), stages=3)
+    finally:
+        pool.close()
+
+
+def _cpu_seconds(pool: HostPool) -> float:
+    """Processor time of all workers, in the scheduler's nanoseconds."""
+    return sum(int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) for pid in pool.statistics()["pids"]) / 1e9
+
+
+def test_workers_are_pinned_to_one_cpu_each() -> None:
+    pool = start_pool(2)
+    try:
+        masks = [psutil.Process(pid).cpu_affinity() for pid in pool.statistics()["pids"]]
+    finally:
+        pool.close()
+    assert all(len(mask) == 1 for mask in masks)
+    if len(psutil.Process().cpu_affinity()) > 1:
+        assert masks[0] != masks[1]
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_abort_ends_the_running_step_only(processes: int) -> None:
+    rng = np.random.default_rng(40)
+    pool = start_pool(processes, stages=4000, delays=[30_000])  # seconds if it were not cut
+    try:
+        pool.abort()  # nothing runs: nothing happens
+        for pause in (0.0, 0.02, 0.1):
+            cut: list[float] = []
+            timer = threading.Timer(pause, lambda cut=cut: (pool.abort(), cut.append(time.monotonic())))
+            timer.start()
+            with pytest.raises(StepAborted):
+                while True:  # an abort before the step has begun does nothing: the step then runs; cut it later
+                    threading.Timer(0.5, pool.abort).start()
+                    pool.step(make_rows(rng, 1))
+            timer.join()
+            assert time.monotonic() - cut[0] < 1.0
+        assert pool.statistics()["aborted"] == 3
+    finally:
+        pool.close()
+    short = start_pool(processes, stages=5)
+    try:
+        for _ in range(50):
+            short.abort()
+            check_step(short, make_rows(rng, 2), stages=5)
+    finally:
+        short.close()
+
+
+@pytest.mark.parametrize(
+    ("refuse", "kind", "message"),
+    [
+        (
+            "file",
+            ModelFileError,
+            r"ring\.gguf: tensor ring\.weight is bent \(reported by CPU-expert worker \d .*unbend",
+        ),
+        ("plan", PlanError, r"tensor ring\.weight has type Q9_Z, which has no kernel .*requantise the file"),
+        ("defect", WorkerLost, r"CPU-expert worker 1 \(pid \d+\) failed: ZeroDivisionError: one rank only"),
+    ],
+)
+def test_what_a_worker_cannot_start_with_reaches_the_caller(
+    refuse: str, kind: type[BloomeryError], message: str
+) -> None:
+    with pytest.raises(BloomeryError) as caught:
+        start_pool(2, refuse=refuse)
+    assert type(caught.value) is kind
+    caught.match(message.partition(" .*")[0])
+    assert not worker_children() and not left_behind()
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("tokens", [5, -1]),
+        ("tokens", [ring_workload.VOCABULARY, 5]),
+        ("slots", [0, SLOTS]),
+        ("positions", [CONTEXT - 1, CONTEXT]),
+        ("out_rows", [0, 2]),
+    ],
+)
+def test_rows_that_would_write_elsewhere_are_refused(field: str, values: list[int]) -> None:
+    pool = _shared_pool()
+    rows = {"tokens": [1, 2], "slots": [0, 0], "positions": [0, 1], "out_rows": [1]} | {field: values}
+    with pytest.raises(ValueError, match="outside"):
+        pool.step(StepRows(**{name: np.array(value, np.int32) for name, value in rows.items()}))
+    check_step(pool, make_rows(np.random.default_rng(3), 2), stages=20)
+
+
+_pools: list[HostPool] = []
+
+
+def _shared_pool() -> HostPool:
+    if not _pools:
+        _pools.append(start_pool(1))
+    return _pools[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_shared_pool() -> object:
+    yield
+    while _pools:
+        _pools.pop().close()
+    assert not left_behind() and not worker_children()
+
+
+def test_cache_rows_land_in_their_slot_and_prefixes_are_copied() -> None:
+    rng = np.random.default_rng(50)
+    pool = start_pool(2, stages=4)
+    try:
+        state = pool._arena.state("sums").view(np.int64)[..., 0]
+        kept = np.zeros((SLOTS, CONTEXT), np.int64)
+        for slot, start, count in ((0, 0, 20), (3, 0, 7), (3, 7, 30), (1, CONTEXT - 5, 5)):
+            rows = make_rows(rng, count, slot=slot, start=start)
+            every = StepRows(rows.tokens, rows.slots, rows.positions, np.arange(count, dtype=np.int32))
+            pool.step(every)
+            kept[slot, start : start + count] = ring_workload.expected(every, 4)[:, 0]
+        np.testing.assert_array_equal(state, kept)
+        pool.copy_prefix(3, 2, 33)
+        kept[2, :33] = kept[3, :33]
+        np.testing.assert_array_equal(state, kept)
+        for wrong in ((0, SLOTS, 1), (-1, 0, 1), (0, 1, CONTEXT + 1)):
+            with pytest.raises(ValueError, match="cannot copy"):
+                pool.copy_prefix(*wrong)
+    finally:
+        pool.close()
+
+
+def test_stage_times_add_up() -> None:
+    pool = start_pool(2, stages=10, delays=[2000], time_stages=True)
+    try:
+        for _ in range(20):
+            check_step(pool, make_rows(np.random.default_rng(4), 1), stages=10)
+        shares = pool.stage_shares()
+    finally:
+        pool.close()
+    assert list(shares) == ["first", *(f"mix.{stage}" for stage in range(10)), "keep", "select"]
+    assert sum(kernel + barrier for kernel, barrier in shares.values()) == pytest.approx(1)
+    assert sum(shares[f"mix.{stage}"][0] for stage in range(10)) > 0.2
+
+
+def test_close_leaves_nothing_and_may_be_called_twice() -> None:
+    pool = start_pool(3)
+    check_step(pool, make_rows(np.random.default_rng(5), 1), stages=20)
+    assert [name for name in left_behind() if name.endswith("-cache")]
+    begun = time.monotonic()
+    pool.close()
+    assert time.monotonic() - begun < 2.0
+    pool.close()
+    assert not [child for child in worker_children() if child.pid in pool.statistics()["pids"]]
+    with pytest.raises(WorkerLost, match="the pool is closed"):
+        pool.step(make_rows(np.random.default_rng(5), 1))
