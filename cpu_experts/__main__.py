@@ -14,6 +14,9 @@ def main() -> int:
     if len(sys.argv) != 2:
         print("this program is started by bloomery-launch -> run bloomery-launch --help", file=sys.stderr)
         return 2
+    from bloomery.cpu_experts.compile_cache import use_numba_cache
+
+    use_numba_cache()  # before the modules whose functions it keeps
     from bloomery.cpu_experts.worker import run
 
     return run(WorkerStart.from_json(sys.argv[1]))

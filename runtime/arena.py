@@ -36,10 +36,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 from bloomery.runtime.errors import BloomeryError, PlanError
+from bloomery.runtime.memory_limits import available_memory
 from bloomery.runtime.program import Buffer, CacheState, Program
 from bloomery.runtime.runtime_files import SHARED_MEMORY
 from bloomery.runtime.step_record import control_bytes, record_bytes
@@ -253,7 +253,7 @@ def _let_go(maps: dict[str, mmap.mmap], descriptors: list[int]) -> None:
 
 
 def _refuse_what_cannot_fit(layout: ArenaLayout) -> None:
-    needed, free = sum(layout.segments.values()), psutil.virtual_memory().available
+    needed, free = sum(layout.segments.values()), available_memory()
     if needed > free:
         parts = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in layout.segments.items())
         raise PlanError(f"the arena needs {_size(needed)} ({parts}), but {_size(free)} of memory are free", _smaller())

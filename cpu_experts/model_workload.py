@@ -1,0 +1,28 @@
+"""The workload of a real worker: the program of a model file, lowered onto the host kernels."""
+
+from __future__ import annotations
+
+from bloomery.cpu_experts.compile_cache import compile_kernel
+from bloomery.cpu_experts.lowering import lower
+from bloomery.cpu_experts.stage import LoweringContext, Stage
+from bloomery.runtime.architectures import build_program
+from bloomery.runtime.model_file import ModelFile
+from bloomery.runtime.worker_messages import WorkerStart
+
+
+class ModelWorkload:
+    """Keeps the model file mapped: its pages are shared with all other workers through the page cache."""
+
+    def __init__(self, path: str) -> None:
+        self._model = ModelFile.open(path)
+        self.program = build_program(self._model)
+
+    def stages(self, context: LoweringContext) -> list[Stage]:
+        return lower(self.program, context)
+
+    def compile(self, kernel: str) -> int:
+        return compile_kernel(kernel)
+
+
+def load(start: WorkerStart) -> ModelWorkload:
+    return ModelWorkload(start.model)
