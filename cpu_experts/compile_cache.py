@@ -1,0 +1,164 @@
+"""Compiled kernels: from a kernel's name to the address of its machine code, through a cache on disk.
+
+Owns the cache folder, its key, and the files in it. It does not know what kernels do (`kernels`).
+
+The folder is `$BLOOMERY_CACHE/numba/<key>` or `~/.cache/bloomery/numba/<key>`. The key is a hash of every source of
+`bloomery.cpu_experts`, of the versions of Numba and llvmlite, of the CPU's name and features and of BLOOMERY_ISA: code
+compiled from other sources or for another CPU is never found. One file a kernel, written aside and renamed into place;
+a lock a kernel, so that processes that start together share the work instead of repeating it. A file that does not
+match its checksum is compiled anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import llvmlite
+import llvmlite.binding as llvm
+import numba
+import numba.core.config
+from numba import types
+from numba.core.ccallback import CFunc
+from numba.core.registry import cpu_target
+from numba.core.runtime import rtsys
+
+from bloomery.cpu_experts.kernels import kernel_function
+from bloomery.cpu_experts.simd import host_features, refusal
+from bloomery.runtime.errors import PlanError
+
+log = logging.getLogger(__name__)
+
+_INT: Final = types.int64
+_SIGNATURE: Final = ((_INT, _INT, _INT, _INT), types.void)
+_loaded: dict[str, tuple[Any, int]] = {}  # the libraries must outlive their addresses
+
+
+def cache_key() -> str:
+    """Hex digest of everything that compiled code depends on."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\0".encode())
+        digest.update(path.read_bytes())
+    features = ",".join(f"{name}={present}" for name, present in sorted(host_features().items()))
+    settings = (os.environ.get(name, "") for name in ("BLOOMERY_ISA", "NUMBA_CPU_NAME", "NUMBA_OPT"))
+    facts = (numba.__version__, llvmlite.__version__, llvm.get_host_cpu_name(), features, *settings)
+    digest.update("\0".join(facts).encode())
+    return digest.hexdigest()[:32]
+
+
+@functools.cache
+def cache_folder() -> Path:
+    """The folder of this key, created. Where it cannot be written, a private temporary one, which is said once."""
+    base = os.environ.get("BLOOMERY_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "bloomery")
+    folder = Path(base) / "numba" / cache_key()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        return folder
+    except OSError as error:
+        substitute = _temporary_folder()
+        log.warning(
+            "compiled kernels cannot be kept in %s (%s); using %s until this machine restarts", folder, error, substitute
+        )
+        return substitute
+
+
+def _temporary_folder() -> Path:
+    """A folder of this user and key below the system's temporary folder; refuses one that others could have filled."""
+    folder = Path(tempfile.gettempdir()) / f"bloomery-{os.getuid()}-{cache_key()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        facts = folder.lstat()
+        if facts.st_uid == os.getuid() and not facts.st_mode & 0o022 and folder.is_dir() and not folder.is_symlink():
+            return folder
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="bloomery-numba-"))
+
+
+def use_numba_cache() -> None:
+    """Sends Numba's own cache (functions with cache=True outside the kernels) into the same folder. Call it before
+    their modules are imported."""
+    folder = str(cache_folder())
+    os.environ["NUMBA_CACHE_DIR"] = folder
+    numba.core.config.CACHE_DIR = folder
+
+
+def compile_kernel(name: str) -> int:
+    """Address of the C function of kernel `name` (see `stage`), loaded from the cache or compiled into it.
+
+    Waits while another process compiles the same kernel. Raises PlanError on a CPU without the needed instructions,
+    KeyError for an unknown name.
+    """
+    if name not in _loaded:
+        if (reason := refusal()) is not None:
+            raise PlanError(reason, "run on a CPU with AVX2, FMA and F16C, or use --executor reference")
+        path = cache_folder() / f"{name}.kernel"
+        kernel = _load(path)
+        if kernel is None:
+            with _locked(path.with_suffix(".lock")):
+                kernel = _load(path) or _compile(name, path)
+        _loaded[name] = kernel
+    return _loaded[name][1]
+
+
+def is_cached(name: str) -> bool:
+    """Whether the kernel's compiled code is on disk (it may still turn out to be damaged)."""
+    return (cache_folder() / f"{name}.kernel").exists()
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(name: str, path: Path) -> tuple[Any, int]:
+    function = kernel_function(name)
+    function.__name__ = function.__qualname__ = name
+    kernel = CFunc(function, _SIGNATURE, locals={}, options={"error_model": "numpy"})
+    kernel.compile()
+    library = kernel._library
+    head = json.dumps([kernel.native_name]).encode()
+    body = b"%s\n%s" % (head, library._get_compiled_object())
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{name}.", delete=False) as file:
+        file.write(hashlib.sha256(body).digest() + body)
+    os.replace(file.name, path)
+    return library, int(kernel.address)
+
+
+def _load(path: Path) -> tuple[Any, int] | None:
+    """The kernel in a cache file; None if there is none or it is damaged."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    checksum, body = content[:32], content[32:]
+    if hashlib.sha256(body).digest() != checksum:
+        return None
+    head, _, machine_code = body.partition(b"\n")
+    engine = _engine()
+    engine.add_object_file(llvm.ObjectFileRef.from_data(machine_code))
+    engine.finalize_object()
+    return engine, int(engine.get_function_address(json.loads(head)[0]))
+
+
+@functools.cache
+def _engine() -> Any:
+    """Links machine code from the cache. Kept apart from Numba's own engine, which wants bitcode beside it."""
+    rtsys.initialize(cpu_target.target_context)  # Numba's wrapper of a C function names symbols of its runtime
+    machine = llvm.Target.from_default_triple().create_target_machine()
+    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)

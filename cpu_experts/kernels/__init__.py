@@ -1,0 +1,69 @@
+"""The host kernels by name. Owns the registry; each module owns one family of ops and its order of operations.
+
+`kernel_function(name)` gives the Python function that `compile_cache` compiles. Importing a family imports Numba, so
+it happens only when a kernel has to be compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Final
+
+KernelFunction = Callable[[int, int, int, int], None]
+
+FLOAT_TYPES: Final = ("F32", "F16", "BF16")
+SMALL_TYPES: Final = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL")
+SUPER_TYPES: Final = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+WEIGHT_TYPES: Final = (*FLOAT_TYPES, *SMALL_TYPES, *SUPER_TYPES)
+
+# prefix of a kernel's name -> (module, factory); what follows the prefix is the factory's argument
+_FAMILIES: Final = {
+    "matmul_": ("matmul", "matmul"),
+    "experts_": ("matmul", "experts"),
+    "embed_": ("elementwise", "embed"),
+    "quantise_": ("activations", "quantise"),
+    "cache_write_": ("elementwise", "cache_write"),
+    "attention_": ("attention", "attention"),
+    "rope_": ("norm_rope", "rope"),
+    "router_": ("router", "router"),
+}
+_SINGLE: Final = {
+    "experts_sum": ("elementwise", "experts_sum"),
+    "add": ("elementwise", "add"),
+    "swiglu": ("elementwise", "swiglu"),
+    "copy_heads": ("elementwise", "copy_heads"),
+    "select_rows": ("elementwise", "select_rows"),
+    "rms_norm": ("norm_rope", "rms_norm"),
+    "rope_table": ("norm_rope", "rope_table"),
+    "argmax": ("router", "argmax"),
+}
+_VARIANTS: Final = {
+    "matmul_": WEIGHT_TYPES,
+    "experts_": WEIGHT_TYPES,
+    "embed_": WEIGHT_TYPES,
+    "quantise_": ("Q8_K", "Q8_0", "F16", "BF16"),
+    "cache_write_": ("f32", "f16"),
+    "attention_": ("f32", "f16"),
+    "rope_": ("halves", "neighbours"),
+    "router_": ("softmax", "sigmoid"),
+}
+
+
+def kernel_names() -> list[str]:
+    """Every kernel there is."""
+    return [*_SINGLE, *(prefix + variant for prefix, variants in _VARIANTS.items() for variant in variants)]
+
+
+def kernel_function(name: str) -> KernelFunction:
+    """The Python function of a kernel; KeyError for a name that `kernel_names` does not list."""
+    if name in _SINGLE:
+        module, factory = _SINGLE[name]
+        made: KernelFunction = getattr(import_module(f"{__name__}.{module}"), factory)()
+        return made
+    for prefix, variants in _VARIANTS.items():
+        if name.startswith(prefix) and (variant := name.removeprefix(prefix)) in variants:
+            module, factory = _FAMILIES[prefix]
+            made = getattr(import_module(f"{__name__}.{module}"), factory)(variant)
+            return made
+    raise KeyError(name)

@@ -1,0 +1,225 @@
+"""Kernel `attention_<cache type>`: causal attention of each row over its own slot's cache.
+
+Owns its order of operations, which depends on nothing but the row's own position:
+
+    score[p]  = scale * (q . key[p])     the float dot of `float_dots` (16 lanes by index mod 16, fixed tree), f32
+    weight[p] = e^(score[p] - greatest score)
+    total     = weights summed in 8 lanes by p mod 8, then ((0+1)+(2+3)) + ((4+5)+(6+7))
+    out[j]    = (fma over p in ascending order of weight[p] * value[p][j], from 0) / total
+
+Keys and values of f16 caches are widened; queries and weights stay f32. Head by head, so that the rows of a prompt
+block meet the same keys while they are in cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from numba import types
+
+from bloomery.cpu_experts.kernels.float_dots import (
+    LANES,
+    f32x16,
+    f32x64,
+    finish_lanes,
+    load_float,
+    load_floats,
+    no_lanes,
+)
+from bloomery.cpu_experts.kernels.work import share_end, share_start
+from bloomery.cpu_experts.simd import (
+    Emitter,
+    Value,
+    argument,
+    emits,
+    f16x8,
+    f32x4,
+    f32x8,
+    float_argument,
+    load_i32,
+)
+
+_INT = types.int64
+# Arguments: heads, heads of a group, key width, value width, scale, q, q row stride, q head stride, out, out row stride,
+# out head stride, keys, their slot stride, their row stride, values, their slot stride, their row stride, scores, bytes
+# of a score area
+ATTENTION_WORDS: Final = 19
+
+
+def _key_step(name: str) -> Any:
+    @emits(f32x64, _INT, _INT, _INT, _INT, _INT, f32x64)
+    def step(s: Emitter, k0: Value, k1: Value, k2: Value, k3: Value, q: Value, lanes: Value) -> Value:
+        keys = [load_floats(s, name, key) for key in (k0, k1, k2, k3)]
+        wide = s.concat(s.concat(keys[0], keys[1]), s.concat(keys[2], keys[3]))
+        query = s.load(f32x16, q)
+        twice = s.concat(query, query)
+        return s.fma(wide, s.concat(twice, twice), lanes)
+
+    return step
+
+
+def _key_tail(name: str) -> Any:
+    @emits(f32x64, _INT, _INT, _INT, _INT, _INT, types.int64, f32x64)
+    def step(s: Emitter, k0: Value, k1: Value, k2: Value, k3: Value, q: Value, lane: Value, lanes: Value) -> Value:
+        query = s.load_scalar("f32", q)
+        for row, key in enumerate((k0, k1, k2, k3)):
+            at = s.add(lane, lane.type(16 * row))
+            value = s.call("llvm.fma.f32", query.type, [load_float(s, name, key), query, s.b.extract_element(lanes, at)])
+            lanes = s.b.insert_element(lanes, value, at)
+        return lanes
+
+    return step
+
+
+@emits(types.void, f32x4, types.float64, _INT)
+def _store_scores(s: Emitter, dots: Value, scale: Value, scores: Value) -> None:
+    factor = s.b.fptrunc(scale, f32x4.ir.element)
+    s.store(s.fmul(dots, s.splat(f32x4, factor)), scores)
+
+
+@emits(f32x8)
+def _nothing(s: Emitter) -> Value:
+    return s.zero(f32x8)
+
+
+@emits(f32x8)
+def _lowest(s: Emitter) -> Value:
+    return s.splat_constant(f32x8, float("-inf"))
+
+
+def _or_lowest(s: Emitter, scores: Value, count: Value) -> Value:
+    return s.first_or(s.load(f32x8, scores), float("-inf"), count)
+
+
+@emits(f32x8, _INT, _INT, f32x8)
+def _greatest_8(s: Emitter, scores: Value, count: Value, greatest: Value) -> Value:
+    return s.fmax(_or_lowest(s, scores, count), greatest)
+
+
+@emits(types.float32, f32x8)
+def _greatest(s: Emitter, value: Value) -> Value:
+    value = s.fmax(s.low(value), s.high(value))
+    value = s.fmax(s.low(value), s.high(value))
+    return s.fmax(s.lane(value, 0), s.lane(value, 1))
+
+
+@emits(f32x8, _INT, _INT, types.float32, f32x8)
+def _weights_8(s: Emitter, scores: Value, count: Value, greatest: Value, total: Value) -> Value:
+    weights = s.exp(s.fsub(_or_lowest(s, scores, count), s.splat(f32x8, greatest)))
+    s.store(weights, scores)
+    return s.fadd(total, weights)
+
+
+@emits(types.float32, f32x8)
+def _sum(s: Emitter, value: Value) -> Value:
+    return s.float_sum(value)
+
+
+def _value_step(name: str, columns: int) -> Any:
+    """Numba function (value row, address of its weight, totals) -> totals for 64 or 8 columns."""
+    kind = f32x64 if columns == 64 else f32x8
+
+    @emits(kind, _INT, _INT, kind)
+    def step(s: Emitter, row: Value, weight: Value, total: Value) -> Value:
+        if columns == 64:
+            parts = [load_floats(s, name, row, 16 * part * (4 if name == "F32" else 2)) for part in range(4)]
+            values = s.concat(s.concat(parts[0], parts[1]), s.concat(parts[2], parts[3]))
+        elif name == "F32":
+            values = s.load(f32x8, row)
+        else:
+            values = s.widen(f32x8, s.load(f16x8, row))
+        return s.fma(values, s.splat(kind, s.load_scalar("f32", weight)), total)
+
+    return step
+
+
+def _value_single(name: str) -> Any:
+    @emits(types.float32, _INT, _INT, types.float32)
+    def step(s: Emitter, row: Value, weight: Value, total: Value) -> Value:
+        return s.call("llvm.fma.f32", total.type, [load_float(s, name, row), s.load_scalar("f32", weight), total])
+
+    return step
+
+
+def _divided(kind: Any) -> Any:
+    @emits(types.void, kind, types.float32, _INT)
+    def store(s: Emitter, total: Value, divisor: Value, out: Value) -> None:
+        s.store(s.fdiv(total, divisor if kind is types.float32 else s.splat(kind, divisor)), out)
+
+    return store
+
+
+_store_64, _store_8, _store_1 = _divided(f32x64), _divided(f32x8), _divided(types.float32)
+
+
+@emits(types.float32)
+def _no_total(s: Emitter) -> Value:
+    return f32x8.ir.element(0.0)
+
+
+def attention(cache_type: str) -> Callable[[int, int, int, int], None]:
+    name = cache_type.upper()
+    element = 4 if name == "F32" else 2
+    key_step, key_tail = _key_step(name), _key_tail(name)
+    value_64, value_8, value_1 = _value_step(name, 64), _value_step(name, 8), _value_single(name)
+
+    def kernel(args: int, rank: int, ranks: int, step: int) -> None:
+        rows, slots, positions = argument(step, 0), argument(step, 3), argument(step, 4)
+        heads, group = argument(args, 0), argument(args, 1)
+        key_width, value_width, scale = argument(args, 2), argument(args, 3), float_argument(args, 4)
+        scores = argument(args, 17) + rank * argument(args, 18)
+        key_stride, value_stride = argument(args, 13), argument(args, 16)
+        whole = key_width // LANES * LANES
+        for unit in range(share_start(rows * heads, rank, ranks), share_end(rows * heads, rank, ranks)):
+            head = unit // rows
+            row = unit - head * rows
+            slot = load_i32(slots + 4 * row)
+            seen = load_i32(positions + 4 * row) + 1
+            q = argument(args, 5) + row * argument(args, 6) + head * argument(args, 7)
+            out = argument(args, 8) + row * argument(args, 9) + head * argument(args, 10)
+            keys = argument(args, 11) + slot * argument(args, 12) + head // group * key_width * element
+            values = argument(args, 14) + slot * argument(args, 15) + head // group * value_width * element
+            for position in range(0, seen, 4):
+                last = seen - 1
+                k0 = keys + position * key_stride
+                k1 = keys + min(position + 1, last) * key_stride
+                k2 = keys + min(position + 2, last) * key_stride
+                k3 = keys + min(position + 3, last) * key_stride
+                lanes = no_lanes()
+                for start in range(0, whole, LANES):
+                    at = start * element
+                    lanes = key_step(k0 + at, k1 + at, k2 + at, k3 + at, q + 4 * start, lanes)
+                for start in range(whole, key_width):
+                    at = start * element
+                    lanes = key_tail(k0 + at, k1 + at, k2 + at, k3 + at, q + 4 * start, start - whole, lanes)
+                _store_scores(finish_lanes(lanes), scale, scores + 4 * position)
+            best = _lowest()
+            for position in range(0, seen, 8):
+                best = _greatest_8(scores + 4 * position, seen - position, best)
+            greatest = _greatest(best)
+            sums = _nothing()
+            for position in range(0, seen, 8):
+                sums = _weights_8(scores + 4 * position, seen - position, greatest, sums)
+            total = _sum(sums)
+            column = 0
+            while column + 64 <= value_width:
+                wide = no_lanes()
+                for position in range(seen):
+                    wide = value_64(values + position * value_stride + column * element, scores + 4 * position, wide)
+                _store_64(wide, total, out + 4 * column)
+                column += 64
+            while column + 8 <= value_width:
+                eight = _nothing()
+                for position in range(seen):
+                    eight = value_8(values + position * value_stride + column * element, scores + 4 * position, eight)
+                _store_8(eight, total, out + 4 * column)
+                column += 8
+            while column < value_width:
+                one = _no_total()
+                for position in range(seen):
+                    one = value_1(values + position * value_stride + column * element, scores + 4 * position, one)
+                _store_1(one, total, out + 4 * column)
+                column += 1
+
+    return kernel

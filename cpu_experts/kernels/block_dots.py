@@ -1,0 +1,193 @@
+"""Dot products of four weight rows with one row of activations, block by block, in the canonical order.
+
+Owns the canonical order of quantised dots and the layout of an unpacked tile. It knows neither which rows are
+multiplied nor how work is shared (`matmul`).
+
+Canonical order. An output element is one f32 accumulator, started at 0, that takes the blocks in ascending order:
+
+    isum = exact int32 sum over the block of scale * (value - offset) * quantised activation   (scale = 1 in SmallBlocks)
+    acc  = fma(d * dx, float(isum), acc)                       d * dx and float(isum) each rounded once to f32
+    SuperBlock with minima:  acc = fma(-(dmin * dx), float(sum of minimum * activation sum), acc)
+    SmallBlock with minima:  acc = fma(m, s, acc)              s = the Q8_1 block's f16 d*sum
+
+Integer sums are exact in any order, so four rows are reduced together by a transposed reduction, and the same function
+serves one row of activations (weights decoded in registers) and many (weights decoded once into a tile that stays in
+the first-level cache).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from numba import types
+
+from bloomery.cpu_experts.kernels.block_formats import (
+    SMALL_BLOCKS,
+    SUPER_BLOCKS,
+    BlockFormat,
+    SmallBlock,
+    SuperBlock,
+    half_floats,
+)
+from bloomery.cpu_experts.kernels.layouts import SMALL_TILE_BYTES, SUPER_TILE_BYTES
+from bloomery.cpu_experts.simd import Emitter, Value, emits, f32x4, i8x32, i16x16, i32x4
+
+PREFETCH_AHEAD: Final = 512  # bytes; four rows far apart are in flight
+_SCALES_AT, _LANES_AT, _D_AT, _MINIMUM_AT = 1024, 2048, 2176, 2192
+_SMALL_D_AT, _SMALL_M_AT = 128, 144
+_INT = types.int64
+
+
+class TileRow:
+    """Row `row` of an unpacked SuperBlock tile, with the face of a SuperBlock."""
+
+    def __init__(self, emitter: Emitter, tile: Value, row: int) -> None:
+        self.s, self.tile, self.row = emitter, tile, row
+
+    def values(self, group: int) -> Value:
+        return self.s.load(i8x32, self.tile, 32 * (4 * group + self.row))
+
+    def scale(self, group: int) -> Value:
+        return self.s.load(i16x16, self.tile, _SCALES_AT + 32 * (4 * group + self.row))
+
+    @property
+    def scales(self) -> Value:
+        return self.s.load(i16x16, self.tile, _LANES_AT + 32 * self.row)
+
+    minima = scales  # a type has an offset or minima, never both
+
+
+def _products(s: Emitter, kind: type[BlockFormat], w: Value, x: Value) -> Value:
+    """i16x16 of exact pair products of weights and activations; |x| <= 127."""
+    if kind.signed:
+        return s.pair_products_u8(s.with_sign(w, w), s.with_sign(x, w))
+    return s.pair_products_u8(w, x)
+
+
+def _super_dots(
+    s: Emitter, kind: type[SuperBlock], rows: Sequence[Any], d: Value, dmin: Value, x: Sequence[Value], acc: Value
+) -> Value:
+    x_values, x_d, x_sums = x
+    totals, minima = [], []
+    sums = s.load(i16x16, x_sums)
+    for row in rows:
+        total = None
+        for group in range(8):
+            products = _products(s, kind, row.values(group), s.load(i8x32, x_values, 32 * group))
+            scaled = s.pair_products_i16(products, row.scale(group))
+            total = scaled if total is None else s.add(total, scaled)
+        if kind.offset:
+            shift = kind.offset.bit_length() - 1
+            total = s.sub(total, s.shl(s.pair_products_i16(row.scales, sums), shift))
+        totals.append(total)
+        if kind.minimum_at is not None:
+            minima.append(s.pair_products_i16(row.minima, sums))
+    dx = s.splat(f32x4, s.load_scalar("f32", x_d))
+    acc = s.fma(s.fmul(d, dx), s.to_float(f32x4, s.sum4(*totals)), acc)
+    if minima:
+        acc = s.fma(s.fneg(s.fmul(dmin, dx)), s.to_float(f32x4, s.sum4(*minima)), acc)
+    return acc
+
+
+def _small_dots(
+    s: Emitter, kind: type[SmallBlock], values: Sequence[Value], d: Value, m: Value, x: Sequence[Value], acc: Value
+) -> Value:
+    x_values, x_d, x_sums = x
+    quants = s.load(i8x32, x_values)
+    ones = s.splat_constant(i16x16, 1)
+    isum = s.sum4(*[s.pair_products_i16(_products(s, kind, w, quants), ones) for w in values])
+    if kind.offset:
+        total = s.splat(i32x4, s.load_scalar("i32", x_sums))
+        isum = s.sub(isum, s.shl(total, kind.offset.bit_length() - 1))
+    dx = s.splat(f32x4, s.load_scalar("f32", x_d))
+    acc = s.fma(s.fmul(d, dx), s.to_float(f32x4, isum), acc)
+    if kind.minimum_at is not None:
+        acc = s.fma(m, s.splat(f32x4, s.load_scalar("f32", x_sums, 4)), acc)
+    return acc
+
+
+def _floats(s: Emitter, kind: type[BlockFormat], addresses: Sequence[Value]) -> tuple[Value, Value]:
+    d = half_floats(s, addresses, kind.d_at)
+    return d, None if kind.minimum_at is None else half_floats(s, addresses, kind.minimum_at)
+
+
+def _prefetch(s: Emitter, kind: type[BlockFormat], addresses: Sequence[Value]) -> None:
+    for address in addresses:
+        for line in range(0, max(kind.nbytes, 64), 64):
+            s.prefetch(address, PREFETCH_AHEAD + line)
+
+
+def block_step(name: str) -> Any:
+    """Numba function (w0, w1, w2, w3, x values, x d, x sums, acc) -> acc: one block of four rows, straight from the file."""
+
+    @emits(f32x4, _INT, _INT, _INT, _INT, _INT, _INT, _INT, f32x4)
+    def step(s: Emitter, w0: Value, w1: Value, w2: Value, w3: Value, xq: Value, xd: Value, xs: Value, acc: Value) -> Value:
+        addresses = (w0, w1, w2, w3)
+        if name in SUPER_BLOCKS:
+            kind = SUPER_BLOCKS[name]
+            _prefetch(s, kind, addresses)
+            d, dmin = _floats(s, kind, addresses)
+            return _super_dots(s, kind, [kind(s, address) for address in addresses], d, dmin, (xq, xd, xs), acc)
+        small = SMALL_BLOCKS[name]
+        _prefetch(s, small, addresses)
+        d, m = _floats(s, small, addresses)
+        return _small_dots(s, small, [small(s, address).values(0) for address in addresses], d, m, (xq, xd, xs), acc)
+
+    return step
+
+
+def unpack_step(name: str) -> Any:
+    """Numba function (w0, w1, w2, w3, tile): one block of four rows decoded into a tile."""
+
+    @emits(types.void, _INT, _INT, _INT, _INT, _INT)
+    def unpack(s: Emitter, w0: Value, w1: Value, w2: Value, w3: Value, tile: Value) -> None:
+        addresses = (w0, w1, w2, w3)
+        if name in SUPER_BLOCKS:
+            _unpack_super(s, SUPER_BLOCKS[name], addresses, tile)
+        else:
+            kind = SMALL_BLOCKS[name]
+            _prefetch(s, kind, addresses)
+            d, m = _floats(s, kind, addresses)
+            for row, address in enumerate(addresses):
+                s.store(kind(s, address).values(0), tile, 32 * row)
+            s.store(d, tile, _SMALL_D_AT)
+            if m is not None:
+                s.store(m, tile, _SMALL_M_AT)
+
+    return unpack
+
+
+def _unpack_super(s: Emitter, kind: type[SuperBlock], addresses: Sequence[Value], tile: Value) -> None:
+    _prefetch(s, kind, addresses)
+    d, dmin = _floats(s, kind, addresses)
+    for row, address in enumerate(addresses):
+        block = kind(s, address)
+        for group in range(8):
+            s.store(block.values(group), tile, 32 * (4 * group + row))
+            s.store(block.scale(group), tile, _SCALES_AT + 32 * (4 * group + row))
+        if kind.offset or kind.minimum_at is not None:
+            s.store(block.scales if kind.offset else block.minima, tile, _LANES_AT + 32 * row)
+    s.store(d, tile, _D_AT)
+    if dmin is not None:
+        s.store(dmin, tile, _MINIMUM_AT)
+
+
+def tile_step(name: str) -> Any:
+    """Numba function (tile, x values, x d, x sums, acc) -> acc: one block of four rows from its tile."""
+
+    @emits(f32x4, _INT, _INT, _INT, _INT, f32x4)
+    def step(s: Emitter, tile: Value, xq: Value, xd: Value, xs: Value, acc: Value) -> Value:
+        if name in SUPER_BLOCKS:
+            kind = SUPER_BLOCKS[name]
+            d, dmin = s.load(f32x4, tile, _D_AT), s.load(f32x4, tile, _MINIMUM_AT)
+            return _super_dots(s, kind, [TileRow(s, tile, row) for row in range(4)], d, dmin, (xq, xd, xs), acc)
+        d, m = s.load(f32x4, tile, _SMALL_D_AT), s.load(f32x4, tile, _SMALL_M_AT)
+        values = [s.load(i8x32, tile, 32 * row) for row in range(4)]
+        return _small_dots(s, SMALL_BLOCKS[name], values, d, m, (xq, xd, xs), acc)
+
+    return step
+
+
+def tile_bytes(name: str) -> int:
+    return SUPER_TILE_BYTES if name in SUPER_BLOCKS else SMALL_TILE_BYTES

@@ -1,0 +1,293 @@
+"""How the blocks of each quant type are taken apart in registers (AVX2).
+
+Owns the bit layouts of the GGUF block formats (the layouts are those of ggml's block_* structures) and the integer
+widths that keep every product exact. It does not know how blocks are multiplied, stored or iterated (`block_dots`).
+
+Two families:
+
+* `SuperBlock`: 256 elements in 16 sub-blocks of 16 (or 8 of 32), integer sub-scales, float scale `d`, some with
+  integer minima and `dmin`. element = d*scale*(value - offset) - dmin*minimum. Multiplied with Q8_K activations.
+* `SmallBlock`: 32 elements, float scale `d`, some with a float minimum `m`. element = d*(value - offset) + m.
+  Multiplied with Q8_0 (with m: Q8_1) activations.
+
+Sub-scales and minima are held as 16 lanes of i16 in *split order*: those of the even sub-blocks of 16 in the lower half,
+those of the odd ones in the upper half. One byte lookup then spreads the two scales that belong to a vector of 32
+elements. The sums of activations (`activations.py`) are stored in the same order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import ClassVar, Final
+
+from bloomery.cpu_experts.simd import (
+    Emitter,
+    Value,
+    f16x4,
+    f32x4,
+    i8x16,
+    i8x32,
+    i16x4,
+    i16x8,
+    i16x16,
+    i32x4,
+    i32x8,
+)
+
+SPLIT_ORDER: Final = (0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15)
+IQ4_VALUES: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+class BlockFormat:
+    """One block at an address, taken apart lazily. Class attributes describe the quant type."""
+
+    elements: ClassVar[int]
+    nbytes: ClassVar[int]
+    offset: ClassVar[int] = 0  # subtracted from the (unsigned) values
+    signed: ClassVar[bool] = False  # values are signed bytes; otherwise unsigned and below 128
+    d_at: ClassVar[int] = 0
+    minimum_at: ClassVar[int | None] = None  # where dmin or m lies
+
+    def __init__(self, emitter: Emitter, address: Value) -> None:
+        self.s = emitter
+        self.address = address
+
+    def load(self, at: int) -> Value:
+        return self.s.load(i8x32, self.address, at)
+
+    def values(self, group: int) -> Value:
+        """i8x32: elements 32*group .. 32*group + 31 of the block."""
+        raise NotImplementedError
+
+    def nibbles(self, at: int) -> Value:
+        """i8x32 of 16 packed bytes: the lower nibbles, then the upper ones."""
+        s = self.s
+        packed = s.load(i8x16, self.address, at)
+        upper = s.as_(i8x16, s.lshr(s.as_(i16x8, packed), 4))
+        return s.and_(s.concat(packed, upper), s.splat_constant(i8x32, 15))
+
+
+class SuperBlock(BlockFormat):
+    elements = 256
+
+    @functools.cached_property
+    def scales(self) -> Value:
+        """i16x16 in split order."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def minima(self) -> Value:
+        """i16x16 in split order, for types with `minimum_at`."""
+        raise NotImplementedError
+
+    def scale(self, group: int) -> Value:
+        """i16x16 that multiplies the pair products of `values(group)`."""
+        byte = 2 * group
+        return self.s.as_(i16x16, self.s.table(self.s.as_(i8x32, self.scales), self.s.bytes32([byte, byte + 1] * 16)))
+
+    def doubled(self, eight: Value) -> Value:
+        """Split order of 8 values (i16x8) that each belong to a sub-block of 32."""
+        return self.s.concat(eight, eight)
+
+    def split(self, sixteen: Value) -> Value:
+        """Bytes (i8x16) of 16 sub-blocks in split order."""
+        return self.s.lanes(sixteen, SPLIT_ORDER)
+
+
+class Q2_K(SuperBlock):
+    nbytes = 84
+    d_at = 80
+    minimum_at = 82
+
+    @functools.cached_property
+    def packed(self) -> Value:
+        return self.s.zext(i16x16, self.split(self.s.load(i8x16, self.address, 0)))
+
+    @functools.cached_property
+    def scales(self) -> Value:
+        return self.s.and_(self.packed, self.s.splat_constant(i16x16, 15))
+
+    @functools.cached_property
+    def minima(self) -> Value:
+        return self.s.lshr(self.packed, 4)
+
+    def values(self, group: int) -> Value:
+        half, part = divmod(group, 4)
+        return self.s.bytes_shr(self.load(16 + 32 * half), 2 * part, 3)
+
+
+class Q3_K(SuperBlock):
+    nbytes = 110
+    offset = 4
+    d_at = 108
+
+    @functools.cached_property
+    def scales(self) -> Value:
+        s = self.s
+        around = s.load(i8x16, self.address, 94)  # the 12 packed bytes start at 96; the load stays inside the block
+        low = s.as_(i32x4, s.lanes(around, [2, 3, 4, 5, 6, 7, 8, 9] * 2))
+        low = s.and_(s.lshr(low, [0, 0, 4, 4]), s.splat_constant(i32x4, 0x0F0F0F0F))
+        high = s.as_(i32x4, s.lanes(around, [10, 11, 12, 13] * 4))
+        high = s.and_(s.lshr(s.shl(high, [4, 2, 0, 0]), [0, 0, 0, 2]), s.splat_constant(i32x4, 0x30303030))
+        biased = s.as_(i8x16, s.or_(low, high))
+        return s.sext(i16x16, self.split(s.sub(biased, s.splat_constant(i8x16, 32))))
+
+    def values(self, group: int) -> Value:
+        half, part = divmod(group, 4)
+        s, mask = self.s, self.load(0)
+        low = s.bytes_shr(self.load(32 + 32 * half), 2 * part, 3)
+        high = s.bytes_shl(mask, 2 - group, 4) if group <= 2 else s.bytes_shr(mask, group - 2, 4)
+        return s.or_(low, high)
+
+
+class Q4_K(SuperBlock):
+    nbytes = 144
+    minimum_at = 2
+    quants_at: ClassVar[int] = 16
+
+    @functools.cached_property
+    def both(self) -> Value:
+        """i8x16: 8 scales of 6 bits, then 8 minima, from the 12 packed bytes at 4."""
+        s = self.s
+        words = s.as_(i32x4, s.load(i8x16, self.address, 4))
+        low = s.lshr(s.lanes(words, [0, 2, 1, 2]), [0, 0, 0, 4])
+        low = s.and_(low, s.constant(i32x4, [0x3F3F3F3F, 0x0F0F0F0F] * 2))
+        high = s.lshr(s.lanes(words, [0, 0, 1, 1]), [0, 2, 0, 2])
+        high = s.and_(high, s.constant(i32x4, [0, 0x30303030] * 2))
+        return s.as_(i8x16, s.or_(low, high))
+
+    @functools.cached_property
+    def scales(self) -> Value:
+        return self.doubled(self.s.zext(i16x8, self.s.low(self.both)))
+
+    @functools.cached_property
+    def minima(self) -> Value:
+        return self.doubled(self.s.zext(i16x8, self.s.high(self.both)))
+
+    def values(self, group: int) -> Value:
+        return self.s.bytes_shr(self.load(self.quants_at + 32 * (group // 2)), 4 * (group % 2), 15)
+
+
+class Q5_K(Q4_K):
+    nbytes = 176
+    quants_at = 48
+
+    def values(self, group: int) -> Value:
+        s, bits = self.s, self.load(16)
+        high = s.bytes_shl(bits, 4 - group, 16) if group <= 4 else s.bytes_shr(bits, group - 4, 16)
+        return s.or_(super().values(group), high)
+
+
+class Q6_K(SuperBlock):
+    nbytes = 210
+    offset = 32
+    d_at = 208
+
+    @functools.cached_property
+    def scales(self) -> Value:
+        return self.s.sext(i16x16, self.split(self.s.load(i8x16, self.address, 192)))
+
+    def values(self, group: int) -> Value:
+        half, part = divmod(group, 4)
+        s, bits = self.s, self.load(128 + 32 * half)
+        low = s.bytes_shr(self.load(64 * half + 32 * (part % 2)), 4 * (part // 2), 15)
+        high = s.bytes_shl(bits, 4 - 2 * part, 0x30) if part < 3 else s.bytes_shr(bits, 2, 0x30)
+        return s.or_(low, high)
+
+
+class IQ4_XS(SuperBlock):
+    nbytes = 136
+    signed = True
+
+    @functools.cached_property
+    def scales(self) -> Value:
+        s = self.s
+        high = s.splat(i32x8, s.b.zext(s.load_scalar("i16", self.address, 2), i32x8.ir.element))
+        low = s.splat(i32x8, s.load_scalar("i32", self.address, 4))
+        high = s.and_(s.lshr(high, range_of(0, 2)), s.splat_constant(i32x8, 3))
+        low = s.and_(s.lshr(low, range_of(0, 4)), s.splat_constant(i32x8, 15))
+        biased = s.or_(low, s.shl(high, 4))
+        return self.doubled(s.trunc(i16x8, s.sub(biased, s.splat_constant(i32x8, 32))))
+
+    def values(self, group: int) -> Value:
+        return self.s.table(self.s.bytes32(IQ4_VALUES * 2), self.nibbles(8 + 16 * group))
+
+
+class SmallBlock(BlockFormat):
+    elements = 32
+
+    def fifth_bits(self, at: int) -> Value:
+        """i8x32: 16 where bit i of the 32-bit word at `at` is set, else 0."""
+        s = self.s
+        word = s.as_(i8x32, s.splat(i32x8, s.load_scalar("i32", self.address, at)))
+        spread = s.table(word, s.bytes32([0] * 8 + [1] * 8 + [2] * 8 + [3] * 8))
+        bit = s.bytes32([1, 2, 4, 8, 16, 32, 64, 128] * 4)
+        set_ = s.b.sext(s.b.icmp_unsigned("==", s.and_(spread, bit), bit), i8x32.ir)
+        return s.and_(set_, s.splat_constant(i8x32, 16))
+
+
+class Q4_0(SmallBlock):
+    nbytes = 18
+    offset = 8
+
+    def values(self, group: int) -> Value:
+        return self.nibbles(2)
+
+
+class Q4_1(SmallBlock):
+    nbytes = 20
+    minimum_at = 2
+
+    def values(self, group: int) -> Value:
+        return self.nibbles(4)
+
+
+class Q5_0(SmallBlock):
+    nbytes = 22
+    offset = 16
+
+    def values(self, group: int) -> Value:
+        return self.s.or_(self.nibbles(6), self.fifth_bits(2))
+
+
+class Q5_1(SmallBlock):
+    nbytes = 24
+    minimum_at = 2
+
+    def values(self, group: int) -> Value:
+        return self.s.or_(self.nibbles(8), self.fifth_bits(4))
+
+
+class Q8_0(SmallBlock):
+    nbytes = 34
+    signed = True
+
+    def values(self, group: int) -> Value:
+        return self.load(2)
+
+
+class IQ4_NL(SmallBlock):
+    nbytes = 18
+    signed = True
+
+    def values(self, group: int) -> Value:
+        return self.s.table(self.s.bytes32(IQ4_VALUES * 2), self.nibbles(2))
+
+
+def range_of(start: int, step: int) -> Sequence[int]:
+    return range(start, start + 8 * step, step)
+
+
+def half_floats(s: Emitter, addresses: Sequence[Value], at: int) -> Value:
+    """f32x4 of the f16 at `at` of four blocks."""
+    bits = s.gather_lanes(i16x4, [s.load_scalar("i16", address, at) for address in addresses])
+    return s.widen(f32x4, s.as_(f16x4, bits))
+
+
+SUPER_BLOCKS: Final[dict[str, type[SuperBlock]]] = {
+    kind.__name__: kind for kind in (Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS)
+}
+SMALL_BLOCKS: Final[dict[str, type[SmallBlock]]] = {
+    kind.__name__: kind for kind in (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL)
+}

@@ -1,0 +1,285 @@
+"""Kernels that treat every element alone, and moves: add, swiglu, select_rows, cache_write, experts_sum, embed_<type>.
+
+Owns their order of operations: `add` and the products of `experts_sum` round each product and each sum once, experts
+are added in rank order; dequantised elements are (d * scale) * (value - offset) - dmin * minimum, each operation
+rounded to f32, as ggml's and the gguf package's dequantisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from numba import types
+
+from bloomery.cpu_experts.kernels.block_formats import SMALL_BLOCKS, SUPER_BLOCKS, BlockFormat
+from bloomery.cpu_experts.kernels.float_dots import ELEMENT_BYTES, load_float
+from bloomery.cpu_experts.kernels.work import share_end, share_start
+from bloomery.cpu_experts.simd import (
+    Emitter,
+    Value,
+    argument,
+    compiled,
+    emits,
+    f32x8,
+    i32x8,
+    load_i32,
+    vector,
+)
+
+CHUNK: Final = 256  # elements of one unit of work
+_INT = types.int64
+# Arguments of add and swiglu: rows (index of the step's row count), rows per step row, heads, width, then address, row
+# stride and head stride of x, y and out.
+BINARY_WORDS: Final = 13
+
+
+@emits(types.void, _INT, _INT, _INT, _INT)
+def _add_8(s: Emitter, x: Value, y: Value, out: Value, count: Value) -> None:
+    s.store_first(f32x8, s.fadd(s.load_first(f32x8, x, count), s.load_first(f32x8, y, count)), out, count)
+
+
+@emits(types.void, _INT, _INT, _INT, _INT)
+def _swiglu_8(s: Emitter, gate: Value, up: Value, out: Value, count: Value) -> None:
+    product = s.fmul(s.silu(s.load_first(f32x8, gate, count)), s.load_first(f32x8, up, count))
+    s.store_first(f32x8, product, out, count)
+
+
+@compiled
+def add_run(x: int, y: int, out: int, count: int) -> None:
+    """out = x + y for `count` consecutive floats."""
+    for start in range(0, count, 8):
+        _add_8(x + 4 * start, y + 4 * start, out + 4 * start, count - start)
+
+
+@compiled
+def swiglu_run(gate: int, up: int, out: int, count: int) -> None:
+    """out = silu(gate) * up for `count` consecutive floats; silu(x) = x / (1 + e^-x)."""
+    for start in range(0, count, 8):
+        _swiglu_8(gate + 4 * start, up + 4 * start, out + 4 * start, count - start)
+
+
+def _binary(run: Callable[[int, int, int, int], None]) -> Callable[[int, int, int, int], None]:
+    def kernel(args: int, rank: int, ranks: int, step: int) -> None:
+        rows = argument(step, argument(args, 0)) * argument(args, 1)
+        heads, width = argument(args, 2), argument(args, 3)
+        x, x_row, x_head = argument(args, 4), argument(args, 5), argument(args, 6)
+        y, y_row, y_head = argument(args, 7), argument(args, 8), argument(args, 9)
+        out, out_row, out_head = argument(args, 10), argument(args, 11), argument(args, 12)
+        chunks = (width + CHUNK - 1) // CHUNK
+        units = rows * heads * chunks
+        for unit in range(share_start(units, rank, ranks), share_end(units, rank, ranks)):
+            pair = unit // chunks
+            start = (unit - pair * chunks) * CHUNK
+            row = pair // heads
+            head = pair - row * heads
+            run(
+                x + row * x_row + head * x_head + 4 * start,
+                y + row * y_row + head * y_head + 4 * start,
+                out + row * out_row + head * out_head + 4 * start,
+                min(width - start, CHUNK),
+            )
+
+    return kernel
+
+
+def add() -> Callable[[int, int, int, int], None]:
+    """Kernel `add`."""
+    return _binary(add_run)
+
+
+def swiglu() -> Callable[[int, int, int, int], None]:
+    """Kernel `swiglu`."""
+    return _binary(swiglu_run)
+
+
+@emits(types.void, _INT, _INT, _INT)
+def _copy_8(s: Emitter, x: Value, out: Value, count: Value) -> None:
+    s.store_first(f32x8, s.load_first(f32x8, x, count), out, count)
+
+
+@compiled
+def copy_run(x: int, out: int, count: int) -> None:
+    """Copies `count` consecutive floats."""
+    for start in range(0, count, 8):
+        _copy_8(x + 4 * start, out + 4 * start, count - start)
+
+
+def copy_heads() -> Callable[[int, int, int, int], None]:
+    """Kernel `copy_heads`: rows (index of the step's row count), heads, width, x, x row stride, x head stride, out, out
+    row stride, out head stride. An x of one head has head stride 0."""
+
+    def kernel(args: int, rank: int, ranks: int, step: int) -> None:
+        rows, heads = argument(step, argument(args, 0)), argument(args, 1)
+        for unit in range(share_start(rows * heads, rank, ranks), share_end(rows * heads, rank, ranks)):
+            row = unit // heads
+            head = unit - row * heads
+            copy_run(
+                argument(args, 3) + row * argument(args, 4) + head * argument(args, 5),
+                argument(args, 6) + row * argument(args, 7) + head * argument(args, 8),
+                argument(args, 2),
+            )
+
+    return kernel
+
+
+def select_rows() -> Callable[[int, int, int, int], None]:
+    """Kernel `select_rows`: x, x row stride, out, out row stride, elements."""
+
+    def kernel(args: int, rank: int, ranks: int, step: int) -> None:
+        rows, indices = argument(step, 1), argument(step, 5)
+        for row in range(share_start(rows, rank, ranks), share_end(rows, rank, ranks)):
+            source = argument(args, 0) + load_i32(indices + 4 * row) * argument(args, 1)
+            copy_run(source, argument(args, 2) + row * argument(args, 3), argument(args, 4))
+
+    return kernel
+
+
+@emits(types.void, _INT, _INT)
+def _store_f16_8(s: Emitter, x: Value, out: Value) -> None:
+    s.store(s.narrow(vector("f16", 8), s.load(f32x8, x)), out)
+
+
+@emits(types.void, _INT, _INT)
+def _store_f16_1(s: Emitter, x: Value, out: Value) -> None:
+    s.store(s.b.fptrunc(s.load_scalar("f32", x), vector("f16", 1).ir.element), out)
+
+
+@compiled
+def narrow_run(x: int, out: int, count: int) -> None:
+    """f32 to f16, to nearest even."""
+    whole = count // 8 * 8
+    for start in range(0, whole, 8):
+        _store_f16_8(x + 4 * start, out + 2 * start)
+    for start in range(whole, count):
+        _store_f16_1(x + 4 * start, out + 2 * start)
+
+
+def cache_write(cache_type: str) -> Callable[[int, int, int, int], None]:
+    """Kernel `cache_write_<type>`: x, x row stride, heads, width, x head stride, first cache row (element `start` of
+    slot 0, position 0), slot stride, row stride."""
+    run = copy_run if cache_type == "f32" else narrow_run
+    element = 4 if cache_type == "f32" else 2
+
+    def kernel(args: int, rank: int, ranks: int, step: int) -> None:
+        rows, slots, positions = argument(step, 0), argument(step, 3), argument(step, 4)
+        heads, width = argument(args, 2), argument(args, 3)
+        for unit in range(share_start(rows * heads, rank, ranks), share_end(rows * heads, rank, ranks)):
+            row = unit // heads
+            head = unit - row * heads
+            slot, position = load_i32(slots + 4 * row), load_i32(positions + 4 * row)
+            target = argument(args, 5) + slot * argument(args, 6) + position * argument(args, 7)
+            run(
+                argument(args, 0) + row * argument(args, 1) + head * argument(args, 4),
+                target + head * width * element,
+                width,
+            )
+
+    return kernel
+
+
+@emits(types.void, _INT, _INT, _INT, _INT, _INT, _INT)
+def _weighted_sum_8(
+    s: Emitter, items: Value, item_stride: Value, mix: Value, used: Value, out: Value, count: Value
+) -> None:
+    b = s.b
+    zero = used.type(0)
+    start = b.block
+    head, body, done = (b.append_basic_block(name) for name in ("experts", "expert", "summed"))
+    b.branch(head)
+    b.position_at_end(head)
+    place, total = b.phi(used.type), b.phi(f32x8.ir)
+    place.add_incoming(zero, start)
+    total.add_incoming(s.zero(f32x8), start)
+    b.cbranch(b.icmp_signed("<", place, used), body, done)
+    b.position_at_end(body)
+    value = s.load_first(f32x8, s.add(items, s.mul(place, item_stride)), count)
+    weight = s.load_scalar("f32", s.add(mix, b.shl(place, place.type(2))))
+    place.add_incoming(s.add(place, place.type(1)), b.block)
+    total.add_incoming(s.fadd(total, s.fmul(value, s.splat(f32x8, weight))), b.block)
+    b.branch(head)
+    b.position_at_end(done)
+    s.store_first(f32x8, total, out, count)
+
+
+def experts_sum() -> Callable[[int, int, int, int], None]:
+    """Kernel `experts_sum`: items, item stride, mix, mix row stride, used, out, out row stride, elements, rows (index of
+    the step's row count).
+
+    out[row] = sum over places a in order, from 0, of mix[row][a] * items[row * used + a].
+    """
+
+    def kernel(args: int, rank: int, ranks: int, step: int) -> None:
+        rows = argument(step, argument(args, 8))
+        used, width = argument(args, 4), argument(args, 7)
+        chunks = (width + CHUNK - 1) // CHUNK
+        for unit in range(share_start(rows * chunks, rank, ranks), share_end(rows * chunks, rank, ranks)):
+            row = unit // chunks
+            first = (unit - row * chunks) * CHUNK
+            for start in range(first, min(first + CHUNK, width), 8):
+                _weighted_sum_8(
+                    argument(args, 0) + row * used * argument(args, 1) + 4 * start, argument(args, 1),
+                    argument(args, 2) + row * argument(args, 3), used,
+                    argument(args, 5) + row * argument(args, 6) + 4 * start, width - start,
+                )  # fmt: skip
+
+    return kernel
+
+
+def _dequantise_block(name: str) -> Any:
+    """Numba function (block, out): the elements of one block as f32."""
+
+    @emits(types.void, _INT, _INT)
+    def dequantise(s: Emitter, address: Value, out: Value) -> None:
+        single = f32x8.ir.element
+        half = vector("f16", 1).ir.element
+
+        def scalar(at: int) -> Value:
+            return s.b.fpext(s.b.bitcast(s.load_scalar("i16", address, at), half), single)
+
+        if name in ELEMENT_BYTES:
+            s.store(load_float(s, name, address), out)
+            return
+        kind: type[BlockFormat] = (SUPER_BLOCKS | SMALL_BLOCKS)[name]  # type: ignore[operator]
+        block: Any = kind(s, address)
+        d = scalar(kind.d_at)
+        minimum = None if kind.minimum_at is None else scalar(kind.minimum_at)
+        widen = s.sext if kind.signed else s.zext
+        for start in range(0, kind.elements, 8):
+            group, within = divmod(start, 32)
+            bytes_ = s.lanes(block.values(group), range(within, within + 8))
+            value = s.sub(widen(i32x8, bytes_), s.splat_constant(i32x8, kind.offset))
+            value = s.to_float(f32x8, value)
+            if name in SMALL_BLOCKS:
+                value = s.fmul(s.splat(f32x8, d), value)
+                if minimum is not None:
+                    value = s.fadd(value, s.splat(f32x8, minimum))
+            else:
+                sub, odd = divmod(start // 16, 2)
+                scale = s.b.sitofp(s.lane(block.scales, sub + 8 * odd), single)
+                value = s.fmul(s.splat(f32x8, s.fmul(d, scale)), value)
+                if minimum is not None:
+                    least = s.b.sitofp(s.lane(block.minima, sub + 8 * odd), single)
+                    value = s.fsub(value, s.splat(f32x8, s.fmul(minimum, least)))
+            s.store(value, out, 4 * start)
+
+    return dequantise
+
+
+def embed(name: str) -> Callable[[int, int, int, int], None]:
+    """Kernel `embed_<type>`: weight, bytes of a row, blocks of a row, out, out row stride. out[r] = weight[token[r]]."""
+    dequantise = _dequantise_block(name)
+    kinds: dict[str, type[BlockFormat]] = {**SUPER_BLOCKS, **SMALL_BLOCKS}
+    elements = 1 if name in ELEMENT_BYTES else kinds[name].elements
+    nbytes = ELEMENT_BYTES[name] if name in ELEMENT_BYTES else kinds[name].nbytes
+
+    def kernel(args: int, rank: int, ranks: int, step: int) -> None:
+        rows, tokens = argument(step, 0), argument(step, 2)
+        blocks = argument(args, 2)
+        for row in range(share_start(rows, rank, ranks), share_end(rows, rank, ranks)):
+            source = argument(args, 0) + load_i32(tokens + 4 * row) * argument(args, 1)
+            target = argument(args, 3) + row * argument(args, 4)
+            for block in range(blocks):
+                dequantise(source + block * nbytes, target + block * elements * 4)
+
+    return kernel

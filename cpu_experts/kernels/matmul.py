@@ -1,0 +1,279 @@
+"""Matrix products: rows of activations times weights of one quant type, dense or by chosen expert.
+
+Owns the kernels `matmul_<type>` and `experts_<type>`: which rows a rank computes and in which pattern memory is read.
+The arithmetic is `block_dots` and `float_dots`; arguments are laid out by `lowering`.
+
+A rank owns a run of output rows and walks it in four streams far apart, with software prefetch, which is what keeps
+memory busy. One row of activations multiplies blocks straight from the file; more rows share one decoding of the four
+weight rows into a tile. Both compute the same sums in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from numba import types
+
+from bloomery.cpu_experts.kernels.block_dots import block_step, tile_bytes, tile_step, unpack_step
+from bloomery.cpu_experts.kernels.block_formats import SMALL_BLOCKS, SUPER_BLOCKS
+from bloomery.cpu_experts.kernels.float_dots import (
+    ELEMENT_BYTES,
+    LANES,
+    finish_lanes,
+    float_step,
+    float_tail,
+    no_lanes,
+)
+from bloomery.cpu_experts.kernels.layouts import PLANE_BYTES
+from bloomery.cpu_experts.kernels.work import share_end, share_start
+from bloomery.cpu_experts.simd import (
+    Emitter,
+    Value,
+    argument,
+    compiled,
+    emits,
+    f32x4,
+    inlined,
+    load_i32,
+    store_i32,
+)
+
+# Arguments of matmul_<type>: MATMUL_HEAD words, then MATMUL_JOB words for every weight.
+MATMUL_HEAD: Final = 7  # rows (index of the step's row count), x, x stride, d plane, sums plane, tiles, bytes of a tile area
+MATMUL_JOB: Final = 8  # weight, bytes of a row, blocks of a row, output rows, first block of x, out, out stride, bias or 0
+# Arguments of experts_<type>: EXPERTS_HEAD words, then EXPERTS_JOB words for every weight.
+EXPERTS_HEAD: Final = 14
+# rows (index of the step's row count), x, x stride, d plane, sums plane, tiles, bytes of a tile area, lists, bytes of a
+# list area, ids, ids row stride, used, experts, 1 if x has a row for every item (0: for every row)
+EXPERTS_JOB: Final = 7  # weight, bytes of an expert, bytes of a row, blocks of a row, output rows, out, out stride
+
+
+def activation_blocks(name: str) -> tuple[int, int, int]:
+    """(bytes of values, bytes of d, bytes of sums) that one block of weights of type `name` meets in a row of x."""
+    if name in ELEMENT_BYTES:
+        return ELEMENT_BYTES[name], 0, 0
+    return PLANE_BYTES["Q8_K" if name in SUPER_BLOCKS else "Q8_0"]
+
+
+@emits(f32x4)
+def _zeros(s: Emitter) -> Value:
+    return s.zero(f32x4)
+
+
+@emits(types.void, f32x4, types.int64, types.int64, types.int64, types.int64)
+def _scatter(s: Emitter, value: Value, a0: Value, a1: Value, a2: Value, a3: Value) -> None:
+    for lane, address in enumerate((a0, a1, a2, a3)):
+        s.store(s.lane(value, lane), address)
+
+
+@inlined
+def _store_results(total: Any, out: int, bias: int, r0: int, r1: int, r2: int, r3: int) -> None:
+    if bias == 0:
+        _scatter(total, out + 4 * r0, out + 4 * r1, out + 4 * r2, out + 4 * r3)
+    else:
+        _store_biased(total, out, bias, r0, r1, r2, r3)
+
+
+@emits(types.void, f32x4, types.int64, types.int64, *[types.int64] * 4)
+def _store_biased(s: Emitter, total: Value, out: Value, bias: Value, r0: Value, r1: Value, r2: Value, r3: Value) -> None:
+    for lane, row in enumerate((r0, r1, r2, r3)):
+        offset = s.b.shl(row, row.type(2))
+        value = s.fadd(s.lane(total, lane), s.load_scalar("f32", s.add(bias, offset)))
+        s.store(value, s.add(out, offset))
+
+
+def quantised_multiply(name: str) -> Callable[..., None]:
+    """Numba function that multiplies rows `first`..`last`-1 of a weight with `count` rows of x.
+
+    `items` is the address of int32 pairs (row of x, row of out), or 0 for rows 0..count-1 of both.
+    """
+    step, unpack, from_tile = block_step(name), unpack_step(name), tile_step(name)
+    nbytes = (SUPER_BLOCKS | SMALL_BLOCKS)[name].nbytes  # type: ignore[operator]
+    x_bytes, d_bytes, sums_bytes = activation_blocks(name)
+    tile = tile_bytes(name)
+
+    @compiled
+    def multiply(
+        weight: int, row_bytes: int, blocks: int, first: int, last: int, x: int, x_stride: int, d_plane: int,
+        sums_plane: int, items: int, count: int, out: int, out_stride: int, bias: int, tiles: int,
+    ) -> None:  # fmt: skip
+        quarter = (last - first + 3) >> 2
+        for index in range(quarter):
+            r0 = first + index
+            r1 = min(r0 + quarter, last - 1)
+            r2 = min(r0 + 2 * quarter, last - 1)
+            r3 = min(r0 + 3 * quarter, last - 1)
+            w0, w1, w2, w3 = (
+                weight + r0 * row_bytes, weight + r1 * row_bytes, weight + r2 * row_bytes, weight + r3 * row_bytes,
+            )  # fmt: skip
+            if count == 1:
+                from_row, to_row = 0, 0
+                if items != 0:
+                    from_row, to_row = load_i32(items), load_i32(items + 4)
+                row = x + from_row * x_stride
+                total = _zeros()
+                for block in range(blocks):
+                    at = block * nbytes
+                    total = step(
+                        w0 + at, w1 + at, w2 + at, w3 + at, row + block * x_bytes,
+                        row + d_plane + block * d_bytes, row + sums_plane + block * sums_bytes, total,
+                    )  # fmt: skip
+                _store_results(total, out + to_row * out_stride, bias, r0, r1, r2, r3)
+            else:
+                for block in range(blocks):
+                    at = block * nbytes
+                    unpack(w0 + at, w1 + at, w2 + at, w3 + at, tiles + block * tile)
+                for item in range(count):
+                    from_row, to_row = item, item
+                    if items != 0:
+                        from_row, to_row = load_i32(items + 8 * item), load_i32(items + 8 * item + 4)
+                    row = x + from_row * x_stride
+                    total = _zeros()
+                    for block in range(blocks):
+                        total = from_tile(
+                            tiles + block * tile, row + block * x_bytes, row + d_plane + block * d_bytes,
+                            row + sums_plane + block * sums_bytes, total,
+                        )  # fmt: skip
+                    _store_results(total, out + to_row * out_stride, bias, r0, r1, r2, r3)
+
+    multiply_: Callable[..., None] = multiply
+    return multiply_
+
+
+def float_multiply(name: str) -> Callable[..., None]:
+    """The same for F32, F16 and BF16 weights; a block is one element, planes and tiles are not used."""
+    step, tail = float_step(name), float_tail(name)
+    nbytes = ELEMENT_BYTES[name]
+
+    @compiled
+    def multiply(
+        weight: int, row_bytes: int, blocks: int, first: int, last: int, x: int, x_stride: int, d_plane: int,
+        sums_plane: int, items: int, count: int, out: int, out_stride: int, bias: int, tiles: int,
+    ) -> None:  # fmt: skip
+        quarter = (last - first + 3) >> 2
+        whole = blocks // LANES * LANES
+        for index in range(quarter):
+            r0 = first + index
+            r1 = min(r0 + quarter, last - 1)
+            r2 = min(r0 + 2 * quarter, last - 1)
+            r3 = min(r0 + 3 * quarter, last - 1)
+            w0, w1, w2, w3 = (
+                weight + r0 * row_bytes, weight + r1 * row_bytes, weight + r2 * row_bytes, weight + r3 * row_bytes,
+            )  # fmt: skip
+            for item in range(count):
+                from_row, to_row = item, item
+                if items != 0:
+                    from_row, to_row = load_i32(items + 8 * item), load_i32(items + 8 * item + 4)
+                row = x + from_row * x_stride
+                lanes = no_lanes()
+                for at in range(0, whole * nbytes, LANES * nbytes):
+                    lanes = step(w0 + at, w1 + at, w2 + at, w3 + at, row + at, lanes)
+                for element in range(whole, blocks):
+                    at = element * nbytes
+                    lanes = tail(w0 + at, w1 + at, w2 + at, w3 + at, row + at, element - whole, lanes)
+                _store_results(finish_lanes(lanes), out + to_row * out_stride, bias, r0, r1, r2, r3)
+
+    multiply_: Callable[..., None] = multiply
+    return multiply_
+
+
+def _multiply(name: str) -> Callable[..., None]:
+    return float_multiply(name) if name in ELEMENT_BYTES else quantised_multiply(name)
+
+
+def matmul(name: str) -> Callable[[int, int, int, int], None]:
+    """Kernel `matmul_<name>`: every job's output rows for all rows of x; the jobs' rows are shared as one long run."""
+    multiply = _multiply(name)
+    x_bytes, d_bytes, sums_bytes = activation_blocks(name)
+
+    def kernel(args: int, rank: int, ranks: int, step: int) -> None:
+        count = argument(step, argument(args, 0))
+        x, x_stride = argument(args, 1), argument(args, 2)
+        d_plane, sums_plane = argument(args, 3), argument(args, 4)
+        tiles = argument(args, 5) + rank * argument(args, 6)
+        jobs = argument(args, MATMUL_HEAD)
+        total = 0
+        for job in range(jobs):
+            total += argument(args, MATMUL_HEAD + 4 + job * MATMUL_JOB)
+        mine, end = share_start(total, rank, ranks), share_end(total, rank, ranks)
+        before = 0
+        for job in range(jobs):
+            at = MATMUL_HEAD + 1 + job * MATMUL_JOB
+            rows, block = argument(args, at + 3), argument(args, at + 4)
+            first, last = max(mine - before, 0), min(end - before, rows)
+            before += rows
+            if first < last and count > 0:
+                multiply(
+                    argument(args, at), argument(args, at + 1), argument(args, at + 2), first, last,
+                    x + block * x_bytes, x_stride, d_plane + block * (d_bytes - x_bytes),
+                    sums_plane + block * (sums_bytes - x_bytes), 0, count,
+                    argument(args, at + 5), argument(args, at + 6), argument(args, at + 7), tiles,
+                )  # fmt: skip
+
+    return kernel
+
+
+@compiled
+def group_by_expert(
+    lists: int, ids: int, ids_stride: int, rows: int, used: int, experts: int, x_of_each_item: int
+) -> int:
+    """Writes at `lists` int32 starts[experts + 1], then pairs (row of x, item) ordered by expert, then by item.
+
+    Item number = row * used + place in the row's list of chosen experts. Returns the address of the pairs.
+    """
+    pairs = lists + 4 * (experts + 1)
+    for expert in range(experts + 1):
+        store_i32(lists + 4 * expert, 0)
+    for row in range(rows):
+        for place in range(used):
+            counter = lists + 4 * (load_i32(ids + row * ids_stride + 4 * place) + 1)
+            store_i32(counter, load_i32(counter) + 1)
+    for expert in range(experts):
+        store_i32(lists + 4 * (expert + 1), load_i32(lists + 4 * (expert + 1)) + load_i32(lists + 4 * expert))
+    for row in range(rows - 1, -1, -1):  # backwards, so that starts[e + 1] ends up as the start of e
+        for place in range(used - 1, -1, -1):
+            counter = lists + 4 * (load_i32(ids + row * ids_stride + 4 * place) + 1)
+            position = load_i32(counter) - 1
+            store_i32(counter, position)
+            item = row * used + place
+            store_i32(pairs + 8 * position, item if x_of_each_item != 0 else row)
+            store_i32(pairs + 8 * position + 4, item)
+    return pairs
+
+
+def experts(name: str) -> Callable[[int, int, int, int], None]:
+    """Kernel `experts_<name>`: for every item (row, chosen expert) and job: out[item] = weight[expert] @ x.
+
+    Items are grouped by expert, so that the weights of an expert are read once a step. Each expert's output rows are
+    shared among the ranks.
+    """
+    multiply = _multiply(name)
+
+    def kernel(args: int, rank: int, ranks: int, step: int) -> None:
+        rows = argument(step, argument(args, 0))
+        x, x_stride, d_plane, sums_plane = argument(args, 1), argument(args, 2), argument(args, 3), argument(args, 4)
+        tiles = argument(args, 5) + rank * argument(args, 6)
+        lists = argument(args, 7) + rank * argument(args, 8)
+        used, expert_count = argument(args, 11), argument(args, 12)
+        pairs = group_by_expert(
+            lists, argument(args, 9), argument(args, 10), rows, used, expert_count, argument(args, 13)
+        )
+        jobs = argument(args, EXPERTS_HEAD)
+        for expert in range(expert_count):
+            start = load_i32(lists + 4 * (expert + 1))
+            stop = rows * used if expert + 1 == expert_count else load_i32(lists + 4 * (expert + 2))
+            if stop > start:
+                for job in range(jobs):
+                    at = EXPERTS_HEAD + 1 + job * EXPERTS_JOB
+                    outputs = argument(args, at + 4)
+                    first, last = share_start(outputs, rank, ranks), share_end(outputs, rank, ranks)
+                    if first < last:
+                        multiply(
+                            argument(args, at) + expert * argument(args, at + 1), argument(args, at + 2),
+                            argument(args, at + 3), first, last, x, x_stride, d_plane, sums_plane,
+                            pairs + 8 * start, stop - start, argument(args, at + 5), argument(args, at + 6), 0, tiles,
+                        )  # fmt: skip
+
+    return kernel
+

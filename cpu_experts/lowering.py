@@ -1,0 +1,416 @@
+"""Lowering: a program's ops become stages, kernels with addresses.
+
+Owns the arguments of every kernel and the scratch between the stages of an op. It knows neither what kernels do inside
+nor whose memory the addresses point to (`LoweringContext`).
+
+Scratch names: `activations` (the input of a product, quantised), `tiles` (decoded weights, one area a rank), `gate`,
+`up`, `experts` (results of every item = row and place in its list of experts), `hidden` (their activations, quantised),
+`lists`, `router`, `scores`, `buffer` (one area a rank each), and one rope table for each set of frequencies.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+from bloomery.cpu_experts.kernels import FLOAT_TYPES, SUPER_TYPES, WEIGHT_TYPES
+from bloomery.cpu_experts.kernels.layouts import (
+    ACTIVATION_ELEMENTS,
+    BUFFER_BYTES,
+    ROUTER_WORDS,
+    SMALL_TILE_BYTES,
+    SUPER_TILE_BYTES,
+    aligned,
+    planes,
+)
+from bloomery.cpu_experts.stage import STEP_OUT_ROWS, STEP_ROWS, CacheAddress, LoweringContext, Stage
+from bloomery.runtime.errors import PlanError
+from bloomery.runtime.model_file import Tensor
+from bloomery.runtime.program import (
+    Add,
+    Argmax,
+    Attention,
+    CacheWrite,
+    CopyHeads,
+    EmbedRows,
+    HeadMatMul,
+    MatMul,
+    Op,
+    Program,
+    RmsNorm,
+    Rope,
+    RoutedExperts,
+    Router,
+    SelectRows,
+    SwiGlu,
+    View,
+    op_weights,
+)
+
+_F32: Final = 4
+_ALIGN: Final = 64
+_USE_REFERENCE: Final = "convert the file to a type with a kernel, or run it on the reference executor"
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Where the input of a product lies in the form that its weights want; strides and offsets in bytes."""
+
+    address: int
+    row_stride: int
+    d_plane: int
+    sums_plane: int
+    block_elements: int
+
+
+def activation_kind(quant_type: str) -> str:
+    """Form of the activations that meet weights of this type: "F32", "F16", "BF16", "Q8_0" or "Q8_K"."""
+    if quant_type in FLOAT_TYPES:
+        return quant_type
+    return "Q8_K" if quant_type in SUPER_TYPES else "Q8_0"
+
+
+def lower(program: Program, context: LoweringContext) -> list[Stage]:
+    """The stages of one step, in order. Raises PlanError naming tensor and type where there is no kernel."""
+    for op in program.ops:
+        for name in op_weights(op):
+            _check_type(context.weight(name)[1], op)
+    return _Lowering(program, context).stages()
+
+
+def required_kernels(program: Program, cache_type: str) -> list[str]:
+    """Names of the kernels that the program's stages call, in order of first use. PlanError as `lower`."""
+    stages = lower(program, _NoMemory(program, cache_type))
+    return list(dict.fromkeys(stage.kernel for stage in stages))
+
+
+def _check_type(tensor: Tensor, op: Op) -> None:
+    name = tensor.quant_type.name
+    only_f32 = isinstance(op, RmsNorm | Router)
+    if name not in WEIGHT_TYPES or (only_f32 and name != "F32"):
+        expected = "F32" if only_f32 else ", ".join(WEIGHT_TYPES)
+        raise PlanError(
+            f"{tensor.path}: tensor {tensor.name} of op {op.name} has type {name}, for which the host executor has no"
+            f" kernel (expected {expected})",
+            _USE_REFERENCE,
+        )
+
+
+class _NoMemory:
+    """A context without memory, for asking which kernels a program needs."""
+
+    max_rows = max_out_rows = ranks = context = 1
+
+    def __init__(self, program: Program, cache_type: str) -> None:
+        self.cache_type = cache_type
+        self._program = program
+
+    def view(self, view: View) -> tuple[int, int]:
+        return _ALIGN + _F32 * view.start, _F32 * self._program.buffers[view.buffer].width
+
+    def weight(self, name: str) -> tuple[int, Tensor]:
+        return _ALIGN, self._program.weights[name]
+
+    def state(self, name: str) -> CacheAddress:
+        return CacheAddress(_ALIGN, _ALIGN, _ALIGN)
+
+    def scratch(self, name: str, nbytes: int) -> int:
+        return _ALIGN
+
+
+class _Lowering:
+    """One pass over a program; `stages` is called once."""
+
+    def __init__(self, program: Program, context: LoweringContext) -> None:
+        self.program = program
+        self.context = context
+        self.out: list[Stage] = []
+        self.tables: dict[tuple[object, ...], tuple[int, int]] = {}  # rope tables made so far: address, row stride
+        self.label = ""
+
+    def stages(self) -> list[Stage]:
+        for op in self.program.ops:
+            self.label = op.name
+            self._lower(op)
+        return self.out
+
+    def emit(self, kernel: str, *arguments: int) -> None:
+        self.out.append(Stage(kernel, arguments, self.label))
+
+    def _lower(self, op: Op) -> None:
+        match op:
+            case EmbedRows():
+                self._embed(op)
+            case RmsNorm():
+                self._norm(op)
+            case MatMul():
+                self._matmul(op)
+            case HeadMatMul():
+                self._head_matmul(op)
+            case Rope():
+                self._rope(op)
+            case CopyHeads():
+                x, x_row = self.context.view(op.x)
+                x_head = 0 if op.x.count == 1 else _F32 * op.x.stride
+                out = self._heads(op.out)
+                self.emit("copy_heads", self._rows(op.out), op.out.count, op.out.width, x, x_row, x_head, *out)
+            case CacheWrite():
+                self._cache_write(op)
+            case Attention():
+                self._attention(op)
+            case Router():
+                self._router(op)
+            case RoutedExperts():
+                self._routed_experts(op)
+            case SwiGlu():
+                self._binary("swiglu", op.gate, op.up, op.out)
+            case Add():
+                self._binary("add", op.x, op.y, op.out)
+            case SelectRows():
+                self._contiguous(op.x, op.out)
+                self.emit("select_rows", *self.context.view(op.x), *self.context.view(op.out), op.x.elements)
+            case Argmax():
+                self._contiguous(op.x)
+                out = self.context.view(op.out)
+                self.emit("argmax", self._rows(op.x), *self.context.view(op.x), *out, op.x.elements)
+
+    # ---- what views and tensors mean to kernels
+    def _rows(self, view: View) -> int:
+        """Index of the step's row count that a buffer follows."""
+        return STEP_ROWS if self.program.buffers[view.buffer].rows == "step" else STEP_OUT_ROWS
+
+    def _max_rows(self, view: View) -> int:
+        return self.context.max_rows if self._rows(view) == STEP_ROWS else self.context.max_out_rows
+
+    def _heads(self, view: View) -> tuple[int, int, int]:
+        """Address, row stride, head stride."""
+        address, row_stride = self.context.view(view)
+        return address, row_stride, _F32 * (view.stride if view.count > 1 else view.width)
+
+    def _contiguous(self, *views: View) -> None:
+        for view in views:
+            if not view.contiguous:
+                raise PlanError(f"op {self.label}: its host kernel cannot read heads of {view.buffer} with gaps between")
+
+    def _blocks(self, tensor: Tensor, inputs: int, outputs: int, matrices: int = 1) -> tuple[int, int]:
+        """(bytes of a row, blocks of a row) of a weight with the given shape."""
+        expected, found = ((inputs, outputs, matrices, 1), (*tensor.shape, 1, 1, 1)[:4])
+        if found != expected:
+            raise PlanError(
+                f"{tensor.path}: tensor {tensor.name} of op {self.label} has shape {tensor.shape}, expected {expected}"
+            )
+        kind = tensor.quant_type
+        if inputs % kind.block_elements:
+            raise PlanError(
+                f"{tensor.path}: tensor {tensor.name} of type {kind.name} has rows of {inputs} elements, expected a"
+                f" multiple of {kind.block_elements}",
+                "the file is damaged or was made by a faulty converter",
+            )
+        return kind.row_bytes(inputs), inputs // kind.block_elements
+
+    def _tiles(self, quant_type: str, blocks: int) -> tuple[int, int]:
+        """(address, bytes of a rank's area) for decoded weights."""
+        if quant_type in FLOAT_TYPES:
+            return 0, 0
+        each = SUPER_TILE_BYTES if quant_type in SUPER_TYPES else SMALL_TILE_BYTES
+        nbytes = aligned(blocks * each)
+        return self.context.scratch("tiles", nbytes * self.context.ranks), nbytes
+
+    # ---- ops
+    def _embed(self, op: EmbedRows) -> None:
+        self._contiguous(op.out)
+        address, tensor = self.context.weight(op.weight)
+        row_bytes, blocks = self._blocks(tensor, op.out.elements, tensor.shape[1])
+        self.emit(f"embed_{tensor.quant_type.name}", address, row_bytes, blocks, *self.context.view(op.out))
+
+    def _norm(self, op: RmsNorm) -> None:
+        weight, _ = self.context.weight(op.weight)
+        head = (self._rows(op.x), op.x.count, op.x.width)
+        self.emit("rms_norm", *head, *self._heads(op.x), *self._heads(op.out), weight, _bits(op.epsilon))
+
+    def _binary(self, kernel: str, x: View, y: View, out: View) -> None:
+        views = [x, y, out]
+        if all(view.contiguous for view in views):
+            views = [View(view.buffer, view.start, view.elements) for view in views]
+        heads, width = views[2].count, views[2].width
+        places = (word for view in views for word in self._heads(view))
+        self.emit(kernel, self._rows(out), 1, heads, width, *places)
+
+    def _quantise(self, kind: str, x: View, scratch: str = "activations") -> Activations:
+        """A stage that brings x into the form `kind`; F32 is read where it is."""
+        address, row_stride, head_stride = self._heads(x)
+        if kind == "F32":
+            return Activations(address, row_stride, 0, 0, 1)
+        block = ACTIVATION_ELEMENTS[kind]
+        d_plane, sums_plane, out_stride = planes(kind, x.elements)
+        out = self.context.scratch(f"{scratch}:{kind}", self._max_rows(x) * out_stride)
+        heads, width = (1, x.elements) if x.contiguous else (x.count, x.width)
+        self.emit(
+            f"quantise_{kind}", self._rows(x), 1, heads, width // block, address, row_stride, head_stride, 0,
+            out, out_stride, d_plane, sums_plane, 0,
+        )  # fmt: skip
+        return Activations(out, out_stride, d_plane, sums_plane, block)
+
+    def _matmul(self, op: MatMul) -> None:
+        self._contiguous(op.x)
+        by_type: dict[str, list[tuple[int, ...]]] = {}
+        for out, weight, bias in zip(op.outs, op.weights, op.biases, strict=True):
+            self._contiguous(out)
+            address, tensor = self.context.weight(weight)
+            row_bytes, blocks = self._blocks(tensor, op.x.elements, out.elements)
+            bias_address = 0 if bias is None else self._bias(bias)
+            job = (address, row_bytes, blocks, out.elements, 0, *self.context.view(out), bias_address)
+            by_type.setdefault(tensor.quant_type.name, []).append(job)
+        inputs: dict[str, Activations] = {}
+        for quant_type, jobs in by_type.items():
+            kind = activation_kind(quant_type)
+            if kind not in inputs:
+                inputs[kind] = self._quantise(kind, op.x)
+            self._multiply(quant_type, inputs[kind], op.x, jobs)
+
+    def _bias(self, name: str) -> int:
+        address, tensor = self.context.weight(name)
+        if tensor.quant_type.name != "F32":
+            raise PlanError(f"{tensor.path}: bias {tensor.name} has type {tensor.quant_type.name}, expected F32")
+        return address
+
+    def _multiply(self, quant_type: str, x: Activations, view: View, jobs: list[tuple[int, ...]]) -> None:
+        tiles = self._tiles(quant_type, max(job[2] for job in jobs))
+        words = (word for job in jobs for word in job)
+        head = (x.address, x.row_stride, x.d_plane, x.sums_plane)
+        self.emit(f"matmul_{quant_type}", self._rows(view), *head, *tiles, len(jobs), *words)
+
+    def _head_matmul(self, op: HeadMatMul) -> None:
+        address, tensor = self.context.weight(op.weight)
+        row_bytes, blocks = self._blocks(tensor, op.x.width, op.out.width, op.x.count)
+        kind = activation_kind(tensor.quant_type.name)
+        x = self._quantise(kind, op.x)
+        if kind == "F32":
+            first_blocks = [head * op.x.stride for head in range(op.x.count)]
+        else:
+            first_blocks = [head * (op.x.width // x.block_elements) for head in range(op.x.count)]
+        out, out_row, out_head = self._heads(op.out)
+        matrix = row_bytes * op.out.width
+        jobs: list[tuple[int, ...]] = [
+            (address + head * matrix, row_bytes, blocks, op.out.width, first, out + head * out_head, out_row, 0)
+            for head, first in enumerate(first_blocks)
+        ]
+        self._multiply(tensor.quant_type.name, x, op.x, jobs)
+
+    def _rope(self, op: Rope) -> None:
+        key = (op.frequencies, op.magnitude)
+        pairs = len(op.frequencies)
+        if key not in self.tables:
+            stride = aligned(2 * pairs * _F32)
+            table = self.context.scratch(f"rope:{len(self.tables)}", self.context.max_rows * stride)
+            self.tables[key] = table, stride
+            frequencies = (_bits(frequency) for frequency in op.frequencies)
+            self.emit("rope_table", table, stride, pairs, _bits(op.magnitude), *frequencies)
+        places = (*self._heads(op.x), *self._heads(op.out))
+        self.emit(f"rope_{op.pairs}", *self.tables[key], pairs, op.x.count, op.x.width, *places)
+
+    def _cache_write(self, op: CacheWrite) -> None:
+        state = self.context.state(op.state)
+        x, row_stride, head_stride = self._heads(op.x)
+        element = _F32 if self.context.cache_type == "f32" else 2
+        target = (state.address + op.start * element, state.slot_stride, state.row_stride)
+        source = (x, row_stride, op.x.count, op.x.width, head_stride)
+        self.emit(f"cache_write_{self.context.cache_type}", *source, *target)
+
+    def _attention(self, op: Attention) -> None:
+        area = aligned((self.context.context + 8) * _F32)
+        scores = self.context.scratch("scores", area * self.context.ranks)
+        caches = (self.context.state(op.keys), self.context.state(op.values))
+        places = (word for cache in caches for word in (cache.address, cache.slot_stride, cache.row_stride))
+        widths = (op.q.count, op.q.count // op.kv_heads, op.key_width, op.value_width, _bits(op.scale))
+        kernel = f"attention_{self.context.cache_type}"
+        self.emit(kernel, *widths, *self._heads(op.q), *self._heads(op.out), *places, scores, area)
+
+    def _router(self, op: Router) -> None:
+        self._contiguous(op.logits, op.ids, op.mix)
+        experts = op.logits.elements
+        area = aligned(ROUTER_WORDS * _F32 * experts)
+        scratch = self.context.scratch("router", area * self.context.ranks)
+        bias = 0 if op.bias is None else self.context.weight(op.bias)[0]
+        views = (word for view in (op.logits, op.ids, op.mix) for word in self.context.view(view))
+        rule = (bias, int(op.normalise), _bits(op.scale), op.groups, op.groups_used)
+        head = (self._rows(op.logits), experts, op.ids.elements)
+        self.emit(f"router_{op.gating}", *head, *views, *rule, scratch, area)
+
+    def _routed_experts(self, op: RoutedExperts) -> None:
+        self._contiguous(op.x, op.ids, op.mix, op.out)
+        tensors = [self.context.weight(name)[1] for name in (op.gate, op.up, op.down)]
+        _, hidden, experts = (*tensors[0].shape, 1)[:3]
+        used, rows = op.ids.elements, self._rows(op.x)
+        items = self._max_rows(op.x) * used
+        width = aligned(hidden * _F32)
+        gate, up = (self.context.scratch(name, items * width) for name in ("gate", "up"))
+        jobs = [(op.gate, gate, width, hidden), (op.up, up, width, hidden)]
+        if tensors[0].quant_type == tensors[1].quant_type:
+            self._experts(op, op.x.elements, experts, jobs, self._quantise(activation_kind(_kind(tensors[0])), op.x), 0)
+        else:
+            for tensor, job in zip(tensors, jobs):
+                x = self._quantise(activation_kind(_kind(tensor)), op.x)
+                self._experts(op, op.x.elements, experts, [job], x, 0)
+        x = self._hidden(activation_kind(_kind(tensors[2])), rows, used, items, hidden, gate, up, width)
+        result = aligned(op.out.elements * _F32)
+        parts = self.context.scratch("experts", items * result)
+        self._experts(op, hidden, experts, [(op.down, parts, result, op.out.elements)], x, 1)
+        mix = self.context.view(op.mix)
+        self.emit("experts_sum", parts, result, *mix, used, *self.context.view(op.out), op.out.elements, rows)
+
+    def _experts(
+        self,
+        op: RoutedExperts,
+        inputs: int,
+        experts: int,
+        jobs: list[tuple[str, int, int, int]],
+        x: Activations,
+        x_of_each_item: int,
+    ) -> None:
+        """Products of every item with the matrices of its expert; a job is (tensor, out, out stride, outputs)."""
+        words: list[int] = []
+        for name, out, stride, outputs in jobs:
+            address, tensor = self.context.weight(name)
+            row_bytes, blocks = self._blocks(tensor, inputs, outputs, experts)
+            words += [address, row_bytes * outputs, row_bytes, blocks, outputs, out, stride]
+        quant_type = _kind(self.context.weight(jobs[0][0])[1])
+        tiles = self._tiles(quant_type, blocks)
+        used = op.ids.elements
+        area = aligned(_F32 * (experts + 1 + 2 * self._max_rows(op.x) * used))
+        lists = self.context.scratch("lists", area * self.context.ranks)
+        self.emit(
+            f"experts_{quant_type}", self._rows(op.x), x.address, x.row_stride, x.d_plane, x.sums_plane, *tiles,
+            lists, area, *self.context.view(op.ids), used, experts, x_of_each_item, len(jobs), *words,
+        )  # fmt: skip
+
+    def _hidden(
+        self, kind: str, rows: int, used: int, items: int, hidden: int, gate: int, up: int, stride: int
+    ) -> Activations:
+        """silu(gate) * up of every item, in the form that the down matrices want."""
+        if kind in FLOAT_TYPES:
+            place = (gate, stride, 0)
+            self.emit("swiglu", rows, used, 1, hidden, *place, up, stride, 0, *place)
+            if kind == "F32":
+                return Activations(gate, stride, 0, 0, 1)
+            gate, up = gate, 0
+        block = ACTIVATION_ELEMENTS[kind]
+        d_plane, sums_plane, out_stride = planes(kind, hidden)
+        out = self.context.scratch(f"hidden:{kind}", items * out_stride)
+        buffer = self.context.scratch("buffer", BUFFER_BYTES * self.context.ranks)
+        self.emit(
+            f"quantise_{kind}", rows, used, 1, hidden // block, gate, stride, 0, up,
+            out, out_stride, d_plane, sums_plane, buffer,
+        )  # fmt: skip
+        return Activations(out, out_stride, d_plane, sums_plane, block)
+
+
+def _kind(tensor: Tensor) -> str:
+    return tensor.quant_type.name
+
+
+def _bits(value: float) -> int:
+    """The bit pattern of a float64 as the signed integer that an argument is."""
+    bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return bits

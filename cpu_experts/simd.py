@@ -1,0 +1,483 @@
+"""The SIMD vocabulary of the host kernels: vector values in Numba, and LLVM emitted for them by small Python functions.
+
+Owns vector types, the `emits` decorator and the vocabulary (`Emitter`). It knows nothing of quant types or ops.
+
+A kernel's loops are ordinary Numba code over integer addresses. Where it needs vectors it calls a function made by
+`emits`: plain Python that runs once, at compile time, and writes LLVM instructions through an `Emitter`; Python loops in
+it are unrolled code. That keeps every integer lane at its own width (Numba itself widens to 64 bits), and leaves
+nothing to the optimiser's liking: multiply-adds are fused exactly where `fma` is written, no float operation carries
+reassociation or contraction flags.
+
+AVX2 with FMA and F16C is the floor (`refusal`). Variants for wider instruction sets branch on `isa()` while emitting.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+Value: TypeAlias = Any  # an llvmlite ir.Value, or a Numba value inside a kernel: neither package is typed
+
+_ELEMENTS: Final = {
+    "i8": ir.IntType(8),
+    "i16": ir.IntType(16),
+    "i32": ir.IntType(32),
+    "i64": ir.IntType(64),
+    "f16": ir.HalfType(),
+    "f32": ir.FloatType(),
+    "f64": ir.DoubleType(),
+}
+_BYTES: Final = {"i8": 1, "i16": 2, "i32": 4, "i64": 8, "f16": 2, "f32": 4, "f64": 8}
+REQUIRED_FEATURES: Final = ("avx2", "fma", "f16c")
+_I32: Final = _ELEMENTS["i32"]
+_I64: Final = _ELEMENTS["i64"]
+LLVM_VERSION: Final[int] = llvm.llvm_version_info[0]
+
+
+class Vector(types.Type):  # type: ignore[misc]
+    """Numba type of `lanes` elements ("i8", "i16", "i32", "i64", "f16", "f32", "f64") held in a vector register."""
+
+    def __init__(self, element: str, lanes: int) -> None:
+        self.element = element
+        self.lanes = lanes
+        self.ir = ir.VectorType(_ELEMENTS[element], lanes)
+        self.nbytes = _BYTES[element] * lanes
+        super().__init__(name=f"{element}x{lanes}")
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, dmm: Any, fe_type: Vector) -> None:
+        super().__init__(dmm, fe_type, fe_type.ir)
+
+
+@functools.cache
+def vector(element: str, lanes: int) -> Vector:
+    return Vector(element, lanes)
+
+
+i8x16, i8x32 = vector("i8", 16), vector("i8", 32)
+i16x4, i16x8, i16x16 = vector("i16", 4), vector("i16", 8), vector("i16", 16)
+i32x4, i32x8 = vector("i32", 4), vector("i32", 8)
+f16x4, f16x8 = vector("f16", 4), vector("f16", 8)
+f32x4, f32x8 = vector("f32", 4), vector("f32", 8)
+f64x4, f64x8 = vector("f64", 4), vector("f64", 8)
+
+
+@functools.cache
+def host_features() -> dict[str, bool]:
+    """Features that compiled code may use: the CPU's, or NUMBA_CPU_FEATURES where that narrows them for a test."""
+    narrowed = os.environ.get("NUMBA_CPU_FEATURES")
+    if narrowed is None:
+        return dict(llvm.get_host_cpu_features())
+    return {word[1:]: word.startswith("+") for word in narrowed.split(",") if word}
+
+
+def refusal(features: dict[str, bool] | None = None) -> str | None:
+    """Why this CPU cannot run the kernels (names the missing instruction sets), or None if it can."""
+    present = host_features() if features is None else features
+    missing = [name.upper() for name in REQUIRED_FEATURES if not present.get(name, False)]
+    return f"this CPU lacks {', '.join(missing)}, which the host kernels need" if missing else None
+
+
+@functools.cache
+def isa() -> str:
+    """Instruction set that kernels are emitted for. `BLOOMERY_ISA` forces one; so far there is "avx2"."""
+    forced = os.environ.get("BLOOMERY_ISA", "")
+    if forced not in ("", "avx2"):
+        raise ValueError(f"BLOOMERY_ISA={forced}: expected avx2")
+    return "avx2"
+
+
+class Emitter:
+    """Writes LLVM instructions at the current place of a kernel. Operands are IR values; addresses are i64.
+
+    Lane numbers in shuffles count the lanes of the first operand, then those of the second.
+    """
+
+    def __init__(self, builder: Any) -> None:
+        self.b = builder
+
+    # ---- constants
+    def splat_constant(self, kind: Vector, value: float) -> Value:
+        return self.constant(kind, [value] * kind.lanes)
+
+    def constant(self, kind: Vector, values: Sequence[float]) -> Value:
+        assert len(values) == kind.lanes
+        return ir.Constant(kind.ir, [ir.Constant(kind.ir.element, value) for value in values])
+
+    def bytes32(self, values: Sequence[int]) -> Value:
+        return self.constant(i8x32, values)
+
+    def zero(self, kind: Vector) -> Value:
+        return self.splat_constant(kind, 0)
+
+    # ---- memory
+    def pointer(self, address: Value, offset: int, pointee: Any) -> Value:
+        if offset:
+            address = self.b.add(address, _I64(offset))
+        return self.b.inttoptr(address, pointee.as_pointer())
+
+    def load(self, kind: Vector, address: Value, offset: int = 0) -> Value:
+        return self.b.load(self.pointer(address, offset, kind.ir), align=1)
+
+    def store(self, value: Value, address: Value, offset: int = 0) -> None:
+        self.b.store(value, self.pointer(address, offset, value.type), align=1)
+
+    def _first(self, kind: Vector, count: Value) -> Value:
+        """Mask of the lanes below `count` (i64)."""
+        numbers = self.constant(vector("i64", kind.lanes), range(kind.lanes))
+        return self.b.icmp_signed("<", numbers, self.splat(vector("i64", kind.lanes), count))
+
+    def load_first(self, kind: Vector, address: Value, count: Value) -> Value:
+        """The first `count` lanes (f32 or i32) from memory, zeros above; touches nothing past them."""
+        pointer = self.pointer(address, 0, kind.ir)
+        arguments = [pointer, self._first(kind, count), self.zero(kind)]
+        if LLVM_VERSION < 22:
+            arguments.insert(1, _I32(1))
+        name = f"llvm.masked.load.v{kind.lanes}{kind.element}.p0"
+        return self.call(name, kind.ir, arguments)
+
+    def store_first(self, kind: Vector, value: Value, address: Value, count: Value) -> None:
+        """Writes the first `count` lanes (f32 or i32)."""
+        pointer = self.pointer(address, 0, kind.ir)
+        arguments = [value, pointer, self._first(kind, count)]
+        if LLVM_VERSION < 22:
+            arguments.insert(2, _I32(1))
+        name = f"llvm.masked.store.v{kind.lanes}{kind.element}.p0"
+        self.call(name, ir.VoidType(), arguments)
+
+    def first_or(self, value: Value, other: float, count: Value) -> Value:
+        """The first `count` lanes of f32x8, `other` above."""
+        return self.b.select(self._first(f32x8, count), value, self.splat_constant(f32x8, other))
+
+    def load_scalar(self, element: str, address: Value, offset: int = 0) -> Value:
+        return self.b.load(self.pointer(address, offset, _ELEMENTS[element]), align=1)
+
+    def prefetch(self, address: Value, offset: int = 0) -> None:
+        byte = ir.IntType(8)
+        self.call("llvm.prefetch.p0", ir.VoidType(), [self.pointer(address, offset, byte), _I32(0), _I32(3), _I32(1)])
+
+    def call(self, name: str, result: Any, arguments: Sequence[Value]) -> Value:
+        signature = ir.FunctionType(result, [argument.type for argument in arguments])
+        return self.b.call(cgutils.get_or_insert_function(self.b.module, signature, name), arguments)
+
+    # ---- lanes
+    def splat(self, kind: Vector, scalar: Value) -> Value:
+        undefined = ir.Constant(kind.ir, ir.Undefined)
+        first = self.b.insert_element(undefined, scalar, _I32(0))
+        return self.shuffle(first, undefined, [0] * kind.lanes)
+
+    def gather_lanes(self, kind: Vector, scalars: Sequence[Value]) -> Value:
+        """A vector made of scalars."""
+        result = ir.Constant(kind.ir, ir.Undefined)
+        for lane, scalar in enumerate(scalars):
+            result = self.b.insert_element(result, scalar, _I32(lane))
+        return result
+
+    def lane(self, value: Value, index: int) -> Value:
+        return self.b.extract_element(value, _I32(index))
+
+    def shuffle(self, first: Value, second: Value, lanes: Sequence[int]) -> Value:
+        mask = ir.Constant(ir.VectorType(_I32, len(lanes)), [_I32(lane) for lane in lanes])
+        return self.b.shuffle_vector(first, second, mask)
+
+    def lanes(self, value: Value, chosen: Sequence[int]) -> Value:
+        return self.shuffle(value, value, chosen)
+
+    def low(self, value: Value) -> Value:
+        return self.lanes(value, range(value.type.count // 2))
+
+    def high(self, value: Value) -> Value:
+        return self.lanes(value, range(value.type.count // 2, value.type.count))
+
+    def concat(self, first: Value, second: Value) -> Value:
+        return self.shuffle(first, second, range(2 * first.type.count))
+
+    def as_(self, kind: Vector, value: Value) -> Value:
+        """The same bits seen as another type."""
+        return self.b.bitcast(value, kind.ir)
+
+    def table(self, table: Value, indices: Value) -> Value:
+        """vpshufb: byte lookup inside each 16-byte half; a set top bit gives 0."""
+        return self.call("llvm.x86.avx2.pshuf.b", i8x32.ir, [table, indices])
+
+    # ---- integers
+    def and_(self, x: Value, y: Value) -> Value:
+        return self.b.and_(x, y)
+
+    def or_(self, x: Value, y: Value) -> Value:
+        return self.b.or_(x, y)
+
+    def xor(self, x: Value, y: Value) -> Value:
+        return self.b.xor(x, y)
+
+    def add(self, x: Value, y: Value) -> Value:
+        return self.b.add(x, y)
+
+    def sub(self, x: Value, y: Value) -> Value:
+        return self.b.sub(x, y)
+
+    def mul(self, x: Value, y: Value) -> Value:
+        return self.b.mul(x, y)
+
+    def _amounts(self, value: Value, by: int | Sequence[int]) -> Value:
+        amounts = [by] * value.type.count if isinstance(by, int) else by
+        return ir.Constant(value.type, [ir.Constant(value.type.element, amount) for amount in amounts])
+
+    def shl(self, value: Value, by: int | Sequence[int]) -> Value:
+        return self.b.shl(value, self._amounts(value, by))
+
+    def lshr(self, value: Value, by: int | Sequence[int]) -> Value:
+        return self.b.lshr(value, self._amounts(value, by))
+
+    def bytes_shr(self, value: Value, by: int, mask: int) -> Value:
+        """(byte >> by) & mask for every byte; AVX2 shifts words, so `mask` must fit the bits that stay of a byte."""
+        assert mask < 256 >> by
+        words = self.as_(i16x16, value)
+        shifted = self.as_(i8x32, self.lshr(words, by)) if by else value
+        return self.and_(shifted, self.splat_constant(i8x32, mask))
+
+    def bytes_shl(self, value: Value, by: int, mask: int) -> Value:
+        """(byte << by) & mask for every byte; `mask` must lie above the shift."""
+        assert mask % (1 << by) == 0 and mask < 256
+        words = self.as_(i16x16, value)
+        shifted = self.as_(i8x32, self.shl(words, by)) if by else value
+        return self.and_(shifted, self.splat_constant(i8x32, mask))
+
+    def zext(self, kind: Vector, value: Value) -> Value:
+        return self.b.zext(value, kind.ir)
+
+    def sext(self, kind: Vector, value: Value) -> Value:
+        return self.b.sext(value, kind.ir)
+
+    def trunc(self, kind: Vector, value: Value) -> Value:
+        return self.b.trunc(value, kind.ir)
+
+    def pair_products_u8(self, unsigned: Value, signed: Value) -> Value:
+        """vpmaddubsw: i16[j] = u8[2j]*s8[2j] + u8[2j+1]*s8[2j+1], saturating; callers keep |sum| < 2^15."""
+        return self.call("llvm.x86.avx2.pmadd.ub.sw", i16x16.ir, [unsigned, signed])
+
+    def pair_products_i16(self, x: Value, y: Value) -> Value:
+        """vpmaddwd: i32[j] = x[2j]*y[2j] + x[2j+1]*y[2j+1]."""
+        if x.type.count == 8:
+            return self.call("llvm.x86.sse2.pmadd.wd", i32x4.ir, [x, y])
+        return self.call("llvm.x86.avx2.pmadd.wd", i32x8.ir, [x, y])
+
+    def with_sign(self, value: Value, sign: Value) -> Value:
+        """vpsignb: value, 0 or -value as `sign` is above, at or below zero."""
+        return self.call("llvm.x86.avx2.psign.b", i8x32.ir, [value, sign])
+
+    def sum4(self, w: Value, x: Value, y: Value, z: Value) -> Value:
+        """i32x4 of the lane sums of four i32x8 (or i32x4) vectors: a transposed reduction."""
+        wide = w.type.count == 8
+        even = [0, 2, 8, 10, 4, 6, 12, 14] if wide else [0, 2, 4, 6]
+        odd = [lane + 1 for lane in even]
+
+        def pairs(a: Value, b: Value) -> Value:
+            return self.add(self.shuffle(a, b, even), self.shuffle(a, b, odd))
+
+        total = pairs(pairs(w, x), pairs(y, z))
+        return self.add(self.low(total), self.high(total)) if wide else total
+
+    # ---- floats
+    def fadd(self, x: Value, y: Value) -> Value:
+        return self.b.fadd(x, y)
+
+    def fsub(self, x: Value, y: Value) -> Value:
+        return self.b.fsub(x, y)
+
+    def fmul(self, x: Value, y: Value) -> Value:
+        return self.b.fmul(x, y)
+
+    def fdiv(self, x: Value, y: Value) -> Value:
+        return self.b.fdiv(x, y)
+
+    def fneg(self, x: Value) -> Value:
+        return self.b.fneg(x)
+
+    def fma(self, x: Value, y: Value, z: Value) -> Value:
+        """x*y + z with one rounding."""
+        return self.call(f"llvm.fma.{_suffix(x.type)}", x.type, [x, y, z])
+
+    def fabs(self, x: Value) -> Value:
+        return self.call(f"llvm.fabs.{_suffix(x.type)}", x.type, [x])
+
+    def fmax(self, x: Value, y: Value) -> Value:
+        """x where x > y, else y (so y where either is NaN)."""
+        return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
+
+    def fmin(self, x: Value, y: Value) -> Value:
+        """x where x < y, else y (so y where either is NaN)."""
+        return self.b.select(self.b.fcmp_ordered("<", x, y), x, y)
+
+    def to_float(self, kind: Vector, value: Value) -> Value:
+        return self.b.sitofp(value, kind.ir)
+
+    def widen(self, kind: Vector, value: Value) -> Value:
+        return self.b.fpext(value, kind.ir)
+
+    def narrow(self, kind: Vector, value: Value) -> Value:
+        """To a smaller float type, to nearest, ties to even."""
+        return self.b.fptrunc(value, kind.ir)
+
+    def round_to_i32(self, value: Value) -> Value:
+        """vcvtps2dq: f32x8 to i32x8, to nearest, ties to even."""
+        return self.call("llvm.x86.avx.cvt.ps2dq.256", i32x8.ir, [value])
+
+    def float_sum4(self, w: Value, x: Value, y: Value, z: Value) -> Value:
+        """f32x4 of the lane sums of four f32x8 vectors, each ((0+1)+(2+3)) + ((4+5)+(6+7))."""
+        even = [0, 2, 8, 10, 4, 6, 12, 14]
+        odd = [lane + 1 for lane in even]
+
+        def pairs(a: Value, b: Value) -> Value:
+            return self.fadd(self.shuffle(a, b, even), self.shuffle(a, b, odd))
+
+        total = pairs(pairs(w, x), pairs(y, z))
+        return self.fadd(self.low(total), self.high(total))
+
+    def float_sum(self, value: Value) -> Value:
+        """Scalar lane sum of f32x8 or f64x8 in the order of `float_sum4`."""
+        lanes = [self.lane(value, index) for index in range(8)]
+        pairs = [self.fadd(lanes[index], lanes[index + 1]) for index in range(0, 8, 2)]
+        return self.fadd(self.fadd(pairs[0], pairs[1]), self.fadd(pairs[2], pairs[3]))
+
+    def exp(self, x: Value) -> Value:
+        """e^x of f32x8 within 1 unit in the last place (measured: tests); below -87.33 it is 0, above 88.72 infinity.
+
+        x = n ln 2 + r with |r| <= ln 2 / 2, ln 2 split in two so that r is exact to the last bit; a polynomial of degree
+        6 for e^r (minimax relative error 3e-9); 2^n applied in two halves so that neither overflows early.
+        """
+        f, i = f32x8, i32x8
+        magic = self.splat_constant(f, 12582912.0)  # 1.5 * 2^23: adding it rounds to an integer
+        shifted = self.fma(x, self.splat_constant(f, _f32(1.4426950408889634)), magic)
+        n = self.fsub(shifted, magic)
+        r = self.fma(n, self.splat_constant(f, -_f32(0.693145751953125)), x)
+        r = self.fma(n, self.splat_constant(f, -_f32(1.428606765330187e-06)), r)
+        result = self.splat_constant(f, _f32(EXP_COEFFICIENTS[-1]))
+        for coefficient in reversed(EXP_COEFFICIENTS[:-1]):
+            result = self.fma(result, r, self.splat_constant(f, _f32(coefficient)))
+        power = self.sub(self.as_(i, shifted), self.as_(i, magic))
+        half = self.b.ashr(power, self.splat_constant(i, 1))
+        for exponent in (half, self.sub(power, half)):
+            biased = self.add(exponent, self.splat_constant(i, 127))
+            result = self.fmul(result, self.as_(f, self.shl(biased, 23)))
+        below = self.b.fcmp_ordered("<", x, self.splat_constant(f, _f32(-87.33)))
+        above = self.b.fcmp_ordered(">", x, self.splat_constant(f, _f32(88.7228)))
+        result = self.b.select(below, self.zero(f), result)
+        result = self.b.select(above, self.splat_constant(f, float("inf")), result)
+        return self.b.select(self.b.fcmp_unordered("uno", x, x), x, result)
+
+    def silu(self, x: Value) -> Value:
+        """x / (1 + e^-x) of f32x8."""
+        one = self.splat_constant(f32x8, 1.0)
+        return self.fdiv(x, self.fadd(one, self.exp(self.fneg(x))))
+
+
+# e^r on |r| <= 0.3466: minimax in relative error, constant and linear term fixed at 1 (Remez in float64, tests redo the fit).
+EXP_COEFFICIENTS: Final = (
+    1.0,
+    1.0,
+    4.99999934e-01,
+    1.66665204e-01,
+    4.16683908e-02,
+    8.36874574e-03,
+    1.38145388e-03,
+)
+
+
+def _f32(value: float) -> float:
+    """The nearest f32, as the Python float that LLVM's constant parser wants."""
+    single: float = struct.unpack("f", struct.pack("f", value))[0]
+    return single
+
+
+def _suffix(kind: Any) -> str:
+    """How LLVM spells a float type in an intrinsic's name."""
+    names = {"half": "f16", "float": "f32", "double": "f64"}
+    if isinstance(kind, ir.VectorType):
+        return f"v{kind.count}{names[str(kind.element)]}"
+    return names[str(kind)]
+
+
+def emits(result: Any, *arguments: Any) -> Callable[[Callable[..., Value]], Any]:
+    """Makes a Python function `f(emitter, *values) -> IR value | None` callable from Numba code.
+
+    `result` and `arguments` are Numba types; integers and floats passed are converted to them.
+    """
+
+    def wrap(function: Callable[..., Value]) -> Any:
+        signature = result(*arguments)
+
+        def generate(context: Any, builder: Any, _signature: Any, values: Sequence[Value]) -> Value:
+            returned = function(Emitter(builder), *values)
+            if returned is None:
+                return context.get_dummy_value()
+            return context.make_tuple(builder, result, returned) if isinstance(returned, tuple) else returned
+
+        names = [f"a{index}" for index in range(len(arguments))]
+        namespace: dict[str, Any] = {"answer": (signature, generate)}
+        exec(f"def typed(typing_context, {', '.join(names)}):\n    return answer", namespace)  # fixed arity for Numba
+        typed = namespace["typed"]
+        typed.__name__ = typed.__qualname__ = function.__name__
+        typed.__doc__ = inspect.getdoc(function)
+        return intrinsic(typed)
+
+    return wrap
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """A Numba function that is always inlined into its caller by LLVM."""
+    return njit(forceinline=True, error_model="numpy")(function)
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """A Numba function that stays a call of its own."""
+    return njit(error_model="numpy")(function)
+
+
+# ---- scalars at addresses, for the loops of kernels
+def _scalar_load(element: str, numba_type: Any) -> Any:
+    @emits(numba_type, types.int64)
+    def load(s: Emitter, address: Value) -> Value:
+        return s.load_scalar(element, address)
+
+    return load
+
+
+load_i64 = _scalar_load("i64", types.int64)
+load_i32 = _scalar_load("i32", types.int32)
+load_f32 = _scalar_load("f32", types.float32)
+load_f64 = _scalar_load("f64", types.float64)
+
+
+@emits(types.int64, types.int64, types.int64)
+def argument(s: Emitter, args: Value, index: Value) -> Value:
+    """The int64 at args[index]."""
+    return s.load_scalar("i64", s.add(args, s.b.shl(index, _I64(3))))
+
+
+@emits(types.float64, types.int64, types.int64)
+def float_argument(s: Emitter, args: Value, index: Value) -> Value:
+    """The float64 whose bits lie at args[index]."""
+    return s.load_scalar("f64", s.add(args, s.b.shl(index, _I64(3))))
+
+
+@emits(types.void, types.int64, types.float32)
+def store_f32(s: Emitter, address: Value, value: Value) -> None:
+    s.store(value, address)
+
+
+@emits(types.void, types.int64, types.int32)
+def store_i32(s: Emitter, address: Value, value: Value) -> None:
+    s.store(value, address)
