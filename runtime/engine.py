@@ -194,7 +194,7 @@ class Engine:
             self._admit()
         parts = self._scheduler.plan(self._running, bool(self._queue))
         if not parts:
-            return False
+            return self._interrupted  # by a sink, just now
         prompt_rows = sum(rows for sequence, rows in parts if sequence.rows_left > 1)
         streams = sum(sequence.rows_left == 1 for sequence, _ in parts)
         out_rows = [sequence.out_rows(rows) for sequence, rows in parts]
