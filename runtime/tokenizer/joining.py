@@ -1,142 +1,147 @@
-"""Compiled joining of very long SentencePiece pieces, such as a megabyte of one character.
+"""Joining of neighbouring symbols, best rank first: the inner rule of SentencePiece vocabularies.
 
-Owns the same rule as `sentencepiece`, for texts whose words are no words; results are equal. Imported only when such a
-text comes, because loading the compiler takes longer than joining a page.
+Owns two ways to the same result: whole rounds with NumPy as long as one round joins many symbols (a megabyte of one
+character is done in a few), then one pair after the other from a heap. Knows ranks of byte strings, not tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from heapq import heappop, heappush
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
-SIZE_BITS, LEFT_BITS = 16, 28  # as in `sentencepiece`; with 19 bits of rank they fill an int64
-BASE = np.uint64(0x9E3779B97F4A7C15)
+# A candidate pair is one integer, so that a heap orders it fast: rank, index of the left symbol, bytes of the joined
+# text. The left symbol and the length together tell whether it is still current.
+SIZE_BITS, LEFT_BITS = 16, 28
+
+LONG = 1 << 10  # symbols; shorter texts are not worth a round
+SHARE = 64  # a round is worth its passes over all symbols if it joins one in so many,
+CREDIT = 8  # but so many fruitless ones are allowed: a pair that occurs once may come before those that occur often
+MAX_KINDS = 1 << 10  # distinct symbols, whose square is the size of a table
+NO_RANK = np.iinfo(np.int32).max
 
 
-class Joiner:
-    """`texts` and `ranks`: bytes and score rank (0: greatest score) of every token."""
+def join(data: bytes, starts: list[int], ranks: Mapping[bytes, int]) -> list[int]:
+    """Where the symbols begin that remain of `data` when nothing more can be joined.
 
-    def __init__(self, texts: Sequence[bytes], ranks: NDArray[np.int64]) -> None:
-        lengths = np.array([len(text) for text in texts], dtype=np.int64)
-        self._blob = np.frombuffer(b"".join(texts), dtype=np.uint8)
-        self._starts = np.cumsum(lengths) - lengths
-        hashes = np.zeros(len(texts), dtype=np.uint64)
-        for position in range(int(lengths.max(initial=0))):
-            longer = np.flatnonzero(lengths > position)
-            hashes[longer] = hashes[longer] * BASE + self._blob[self._starts[longer] + position] + np.uint64(1)
-        self._order = np.argsort(hashes, kind="stable")
-        self._hashes = hashes[self._order]
-        self._lengths, self._ranks = lengths, ranks
-
-    def join(self, data: bytes, starts: Sequence[int]) -> list[tuple[int, int]]:
-        """(start, end) of the symbols that remain of `data`, whose characters begin at `starts`."""
-        begins, ends = _join(
-            np.frombuffer(data, dtype=np.uint8),
-            np.array(starts, dtype=np.int64),
-            (self._blob, self._starts, self._lengths, self._hashes, self._order, self._ranks),
-        )
-        return list(zip(begins.tolist(), ends.tolist(), strict=True))
+    `starts`: where they begin at first. Of all neighbours whose joined bytes have a rank, the pair with the least rank
+    is joined, the leftmost among equals.
+    """
+    if len(starts) >= LONG:
+        starts = _join_in_rounds(data, starts, ranks)
+    return _join_one_by_one(data, starts, ranks)
 
 
-@numba.njit(cache=True)
-def _token(data, hashes, powers, start, end, tables):  # type: ignore[no-untyped-def]
-    """Score rank of the token with the bytes data[start:end], or -1."""
-    blob, starts, lengths, sorted_hashes, order, ranks = tables
-    size = end - start
-    if size >= powers.size:
-        return np.int64(-1)
-    wanted = hashes[end] - hashes[start] * powers[size]
-    low, high = 0, sorted_hashes.size
-    while low < high:
-        middle = (low + high) >> 1
-        if sorted_hashes[middle] < wanted:
-            low = middle + 1
-        else:
-            high = middle
-    while low < sorted_hashes.size and sorted_hashes[low] == wanted:
-        token = order[low]
-        if lengths[token] == size:
-            equal = True
-            for offset in range(size):
-                if blob[starts[token] + offset] != data[start + offset]:
-                    equal = False
-                    break
-            if equal:
-                return ranks[token]
-        low += 1
-    return np.int64(-1)
+def _join_one_by_one(data: bytes, starts: list[int], ranks: Mapping[bytes, int]) -> list[int]:
+    count = len(starts)
+    ends = [*starts[1:], len(data)]
+    following = [*range(1, count), -1]
+    preceding = list(range(-1, count - 1))
+    rank_of = ranks.get
 
-
-@numba.njit(cache=True)
-def _push(heap, count, value):  # type: ignore[no-untyped-def]
-    place = count
-    while place > 0 and heap[(place - 1) >> 1] > value:
-        heap[place] = heap[(place - 1) >> 1]
-        place = (place - 1) >> 1
-    heap[place] = value
-
-
-@numba.njit(cache=True)
-def _pop(heap, count):  # type: ignore[no-untyped-def]
-    """The least of `count` values; the others are heap[:count - 1] afterwards."""
-    least, last, place = heap[0], heap[count - 1], 0
-    while True:
-        child = 2 * place + 1
-        if child >= count - 1:
-            break
-        if child + 1 < count - 1 and heap[child + 1] < heap[child]:
-            child += 1
-        if heap[child] >= last:
-            break
-        heap[place] = heap[child]
-        place = child
-    heap[place] = last
-    return least
-
-
-@numba.njit(cache=True)
-def _join(data, starts, tables):  # type: ignore[no-untyped-def]
-    count = starts.size
-    hashes = np.zeros(data.size + 1, dtype=np.uint64)
-    for index in range(data.size):
-        hashes[index + 1] = hashes[index] * BASE + np.uint64(data[index]) + np.uint64(1)
-    powers = np.ones(tables[2].max() + 1, dtype=np.uint64)
-    for index in range(1, powers.size):
-        powers[index] = powers[index - 1] * BASE
-    ends = np.append(starts[1:], data.size)
-    following = np.arange(1, count + 1)
-    following[count - 1] = -1
-    preceding = np.arange(-1, count - 1)
-    heap = np.empty(3 * count, dtype=np.int64)
-    waiting = 0
+    waiting = []  # of the first pairs most are stale when their turn comes: a sorted list is passed over faster than a heap
     for left in range(count - 1):
-        rank = _token(data, hashes, powers, starts[left], ends[left + 1], tables)
-        if rank >= 0:
-            size = ends[left + 1] - starts[left]
-            _push(heap, waiting, (rank << LEFT_BITS | left) << SIZE_BITS | size)
-            waiting += 1
-    while waiting > 0:
-        pair = _pop(heap, waiting)
-        waiting -= 1
+        start, end = starts[left], ends[left + 1]
+        rank = rank_of(data[start:end])
+        if rank is not None:
+            waiting.append((rank << LEFT_BITS | left) << SIZE_BITS | end - start)
+    waiting.sort(reverse=True)
+    heap: list[int] = []
+    while waiting or heap:
+        pair = heappop(heap) if heap and (not waiting or heap[0] < waiting[-1]) else waiting.pop()
         left = pair >> SIZE_BITS & (1 << LEFT_BITS) - 1
         right = following[left]
+        # A symbol that was joined to its left has following -2; any other change shows in the length.
         if right < 0 or ends[right] - starts[left] != pair & (1 << SIZE_BITS) - 1:
             continue
         ends[left] = ends[right]
-        after = following[right]
-        following[left] = after
+        after = following[left] = following[right]
         following[right] = -2
         if after >= 0:
             preceding[after] = left
-        for first, second in ((preceding[left], left), (left, after)):
-            if first >= 0 and second >= 0:
-                rank = _token(data, hashes, powers, starts[first], ends[second], tables)
-                if rank >= 0:
-                    size = ends[second] - starts[first]
-                    _push(heap, waiting, (rank << LEFT_BITS | first) << SIZE_BITS | size)
-                    waiting += 1
-    kept = following != -2
-    return starts[kept], ends[kept]
+            start, end = starts[left], ends[after]
+            rank = rank_of(data[start:end])
+            if rank is not None:
+                heappush(heap, (rank << LEFT_BITS | left) << SIZE_BITS | end - start)
+        before = preceding[left]
+        if before >= 0:
+            start, end = starts[before], ends[left]
+            rank = rank_of(data[start:end])
+            if rank is not None:
+                heappush(heap, (rank << LEFT_BITS | before) << SIZE_BITS | end - start)
+    return [start for start, follower in zip(starts, following, strict=True) if follower != -2]
+
+
+def _join_in_rounds(data: bytes, starts: list[int], ranks: Mapping[bytes, int]) -> list[int]:
+    """As many joins as whole rounds can do. A round joins all pairs of the least rank from left to right. That is the
+    rule if no pair that comes up meanwhile has a rank as good; otherwise the round is left undone."""
+    kinds = _Kinds(ranks)
+    symbols = np.array(
+        [kinds.number(data[start:end]) for start, end in zip(starts, [*starts[1:], len(data)], strict=True)]
+    )
+    places = np.array(starts)
+    credit = float(CREDIT)
+    while symbols.size > 1 and len(kinds.texts) <= MAX_KINDS // 2:
+        rank_at = kinds.ranks_of(symbols[:-1], symbols[1:])
+        best = rank_at.min()
+        hits = np.flatnonzero(rank_at == best)
+        credit += hits.size * SHARE / symbols.size - 1
+        if best == NO_RANK or credit < 0:
+            break
+        # Of hits side by side every other is joined, beginning with the first.
+        run = np.maximum.accumulate(np.where(np.diff(hits, prepend=-2) > 1, np.arange(hits.size), 0))
+        chosen = hits[(np.arange(hits.size) - run) % 2 == 0]
+        joined = symbols.copy()
+        joined[chosen] = kinds.joined(symbols[chosen], symbols[chosen + 1])
+        if len(kinds.texts) > MAX_KINDS:
+            break
+        meanwhile = chosen[chosen + 2 < symbols.size]  # the new symbol before its right neighbour is joined itself
+        keep = np.ones(symbols.size, dtype=bool)
+        keep[chosen + 1] = False
+        afterwards = joined[keep]
+        if (
+            kinds.ranks_of(joined[meanwhile], symbols[meanwhile + 2]).min(initial=NO_RANK) <= best
+            or kinds.ranks_of(afterwards[:-1], afterwards[1:]).min(initial=NO_RANK) <= best
+        ):
+            break
+        symbols, places = afterwards, places[keep]
+    result: list[int] = places.tolist()
+    return result
+
+
+class _Kinds:
+    """Numbers for the distinct symbols of a text."""
+
+    def __init__(self, ranks: Mapping[bytes, int]) -> None:
+        self._ranks = ranks
+        self._numbers: dict[bytes, int] = {}
+        self.texts: list[bytes] = []
+
+    def number(self, text: bytes) -> int:
+        number = self._numbers.get(text)
+        if number is None:
+            number = self._numbers[text] = len(self.texts)
+            self.texts.append(text)
+        return number
+
+    def joined(self, left: NDArray[np.int64], right: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Numbers of the joined texts."""
+        return self._of_pairs(left, right, [self.number(a + b) for a, b in self._present(left, right)])
+
+    def ranks_of(self, left: NDArray[np.int64], right: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Ranks of the joined texts, NO_RANK for those without."""
+        return self._of_pairs(left, right, [self._ranks.get(a + b, NO_RANK) for a, b in self._present(left, right)])
+
+    def _present(self, left: NDArray[np.int64], right: NDArray[np.int64]) -> list[tuple[bytes, bytes]]:
+        pairs = np.flatnonzero(np.bincount(left * MAX_KINDS + right))
+        return [(self.texts[pair // MAX_KINDS], self.texts[pair % MAX_KINDS]) for pair in pairs.tolist()]
+
+    def _of_pairs(
+        self, left: NDArray[np.int64], right: NDArray[np.int64], values: list[int]
+    ) -> NDArray[np.int64]:
+        keys = left * MAX_KINDS + right
+        table = np.zeros(keys.max(initial=0) + 1, dtype=np.int64)
+        table[np.flatnonzero(np.bincount(keys))] = values
+        return table[keys]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 from bloomery.runtime.tokenizer.unicode_categories import CODE_POINTS, WHITESPACE, categories
 
 VERTICAL_TAB = 0x0B
+BORDER = b"\xff"  # between two pieces
 
 # Sets that a pattern may name as \p{...} inside brackets, besides the categories L N P M S; code points in hexadecimal.
 _SETS = {
@@ -114,10 +114,7 @@ class Splitter:
     def __init__(self, family: PreTokenizer) -> None:
         classes, members = _classes(tuple(sorted(set(re.findall(r"\\p\{(\w+)\}", "".join(family.patterns))))))
         self._class_of_code_point = classes
-        self._patterns = [
-            re.compile(re.sub(r"\\p\{(\w+)\}", lambda name: members[name[1]], pattern).encode("latin-1"))
-            for pattern in family.patterns
-        ]
+        self._patterns = [_compiled(pattern, members) for pattern in family.patterns]
 
     def words(self, text: str) -> list[str]:
         """The words in order; joined they are the text. Takes time linear in its length. `text` has no surrogates."""
@@ -126,40 +123,19 @@ class Splitter:
         else:
             code_points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
             data = self._class_of_code_point[code_points].tobytes()
-        ends = [len(data)] if data else []
+        data = BORDER + data + BORDER
         for pattern in self._patterns:
-            ends = _cut(pattern, data, ends)
-        start = 0
-        words = []
-        for end in ends:
-            words.append(text[start:end])
-            start = end
-        return words
+            data = BORDER.join(pattern.split(data))  # gap, match, gap, ...: the pattern is a group
+        ends = list(accumulate(len(piece) for piece in data.split(BORDER) if piece))
+        return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _cut(pattern: re.Pattern[bytes], data: bytes, ends: list[int]) -> list[int]:
-    """Ends of the pieces after `pattern` has been matched inside each piece that ends at `ends`."""
-    if len(ends) == 1:
-        matches: list[bytes] = pattern.findall(data)
-        whole = list(accumulate(map(len, matches)))
-        if whole and whole[-1] == len(data):  # the matches leave no gap, as those of most last patterns
-            return whole
-    finer: list[int] = []
-    add: Callable[[int], None] = finer.append
-    find = pattern.finditer
-    start = 0
-    for end in ends:
-        done = start
-        for match in find(data, start, end):
-            first, last = match.span()
-            if first > done:
-                add(first)
-            add(last)
-            done = last
-        if done < end:
-            add(end)
-        start = end
-    return finer
+def _compiled(pattern: str, members: dict[str, str]) -> re.Pattern[bytes]:
+    """`pattern` over classes, with the borders of pieces as ends of text: no set contains a border."""
+    assert not re.search(r"\\S(?!\))|\((?!\?)|\.", pattern)  # what the following does not translate
+    pattern = pattern.replace("[^", r"[^\xff").replace(r"(?!\S)", r"(?![^\s\xff])").replace(r"\Z", r"(?=\xff)")
+    pattern = re.sub(r"\\p\{(\w+)\}", lambda name: members[name[1]], pattern)
+    return re.compile(f"({pattern})".encode("latin-1"))
 
 
 @functools.cache
@@ -175,7 +151,7 @@ def _classes(names: tuple[str, ...]) -> tuple[NDArray[np.uint8], dict[str, str]]
                 first, _, last = span.partition("-")
                 signature[int(first, 16) : int(last or first, 16) + 1] |= 1 << bit
     signatures, classes = np.unique(signature[0x80:], return_inverse=True)
-    assert len(signatures) <= 0x80
+    assert len(signatures) < 0x80  # BORDER is none of them
     class_of = np.concatenate([np.arange(0x80), 0x80 + classes]).astype(np.uint8)
     class_of[[code_point for code_point in WHITESPACE if code_point >= 0x80]] = VERTICAL_TAB
     members = {}

@@ -1,6 +1,6 @@
 """SentencePiece-style encoding (`tokenizer.ggml.model` "llama"): characters are joined, best score first.
 
-Owns the joining rule. Knows nothing of special tokens. The rule is llama.cpp's: of all neighbours whose joined text is
+Owns what is joined and spelled; `joining` does the joining. Knows nothing of special tokens. The rule is llama.cpp's: of all neighbours whose joined text is
 a token, the pair with the greatest score is joined, the leftmost of equals, until none is left; what is no token then
 is spelled in byte tokens. A text is first cut wherever two neighbouring characters occur side by side in no token at
 all: no pair can be joined across such a border, so the pieces (mostly words) are independent and can be remembered.
@@ -8,25 +8,14 @@ all: no pair can be joined across such a border, so the pieces (mostly words) ar
 
 from __future__ import annotations
 
-from functools import cached_property
-from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
+from bloomery.runtime.tokenizer.joining import join
 from bloomery.runtime.tokenizer.vocabulary import Vocabulary
 from bloomery.runtime.tokenizer.word_cache import WordCache
 
-if TYPE_CHECKING:
-    from bloomery.runtime.tokenizer.joining import Joiner
-
 SPACE_MARK = "▁"
-LONG_PIECE = 1 << 14  # symbols; from here on the compiled joining pays for its start-up
-
-# A candidate pair is one integer, so that a heap orders it fast: rank of its score, index of the left symbol, bytes of
-# the joined text. The left symbol and the length together tell whether it is still current.
-SIZE_BITS, LEFT_BITS = 16, 28
 LENGTHS = bytes([1] * 12 + [2, 2, 3, 4])  # bytes of a character by the upper half of its first byte
 
 
@@ -34,13 +23,12 @@ class PieceEncoder:
     """Token ids of texts without special tokens, white space already marked by `SPACE_MARK`."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._texts = [_raw(text) for text in vocabulary.texts]
-        self._id_of = {text: number for number, text in enumerate(self._texts)}
+        texts = [_raw(text) for text in vocabulary.texts]
+        self._id_of = {text: number for number, text in enumerate(texts)}
         self._joinable = _side_by_side(vocabulary.texts)
         scores = np.nan_to_num(vocabulary.scores, nan=-np.inf)
-        self._rank = np.unique(-scores, return_inverse=True)[1].astype(np.int64)  # 0: the greatest score
-        self._ranks = self._rank.tolist()
-        self._longest = max(map(len, self._texts), default=0)
+        ranks = np.unique(-scores, return_inverse=True)[1]  # 0: the greatest score
+        self._ranks = dict(zip(texts, ranks.tolist(), strict=True))
         unknown = vocabulary.special.get("unk")
         self._of_byte = [
             next(
@@ -72,58 +60,15 @@ class PieceEncoder:
         data = _raw(piece)
         if data in self._id_of and len(piece) == 1:
             return [self._id_of[data]]
-        starts = _symbol_starts(data)
-        if len(starts) <= LONG_PIECE:
-            spans = self._joined(data, starts)
-        else:
-            spans = self._joiner.join(data, starts)
+        starts = join(data, _symbol_starts(data), self._ranks)
         ids: list[int] = []
-        for start, end in spans:
+        for start, end in zip(starts, [*starts[1:], len(data)], strict=True):
             number = self._id_of.get(data[start:end])
             if number is None:
                 ids.extend(byte for byte in map(self._of_byte.__getitem__, data[start:end]) if byte is not None)
             else:
                 ids.append(number)
         return ids
-
-    @cached_property
-    def _joiner(self) -> Joiner:
-        from bloomery.runtime.tokenizer.joining import Joiner  # compiled code, which few texts need
-
-        return Joiner(self._texts, self._rank)
-
-    def _joined(self, data: bytes, starts: list[int]) -> list[tuple[int, int]]:
-        """The (start, end) of the symbols of `data` that remain when nothing more can be joined."""
-        count = len(starts)
-        ends = [*starts[1:], len(data)]
-        following = [*range(1, count), -1]
-        preceding = list(range(-1, count - 1))
-        id_of, ranks, longest = self._id_of, self._ranks, self._longest
-
-        def candidate(left: int, right: int) -> int:
-            start, end = starts[left], ends[right]
-            number = id_of.get(data[start:end]) if end - start <= longest else None
-            return -1 if number is None else (ranks[number] << LEFT_BITS | left) << SIZE_BITS | end - start
-
-        heap = [pair for left in range(count - 1) if (pair := candidate(left, left + 1)) >= 0]
-        heapify(heap)
-        while heap:
-            pair = heappop(heap)
-            left = pair >> SIZE_BITS & (1 << LEFT_BITS) - 1
-            right = following[left]
-            # A symbol that was joined to its left has following -2; any other change shows in the length.
-            if right < 0 or ends[right] - starts[left] != pair & (1 << SIZE_BITS) - 1:
-                continue
-            ends[left] = ends[right]
-            after = following[left] = following[right]
-            following[right] = -2
-            if after >= 0:
-                preceding[after] = left
-                if (pair := candidate(left, after)) >= 0:
-                    heappush(heap, pair)
-            if preceding[left] >= 0 and (pair := candidate(preceding[left], left)) >= 0:
-                heappush(heap, pair)
-        return [(starts[index], ends[index]) for index in range(count) if following[index] != -2]
 
 
 def _symbol_starts(data: bytes) -> list[int]:

@@ -77,15 +77,18 @@ def _split(fragment: Fragment, token: SpecialToken) -> list[Fragment]:
     if isinstance(fragment, int) or token.text not in fragment:
         return [fragment]
     pieces: list[Fragment] = []
-    texts = fragment.split(token.text)
-    for index, text in enumerate(texts):
-        if index > 0:
-            pieces.append(token.id)
-            text = text.lstrip(SPACE) if token.strip_right else text
-        if index < len(texts) - 1 and token.strip_left:
-            text = text.rstrip(SPACE)
-        if text:
-            pieces.append(text)
+    start, found = 0, fragment.find(token.text)
+    while found >= 0:
+        before = fragment[start:found].rstrip(SPACE) if token.strip_left else fragment[start:found]
+        if before:
+            pieces.append(before)
+        pieces.append(token.id)
+        start = found + len(token.text)
+        while token.strip_right and start < len(fragment) and fragment[start] in SPACE:
+            start += 1
+        found = fragment.find(token.text, start)
+    if start < len(fragment):
+        pieces.append(fragment[start:])
     return pieces
 
 
