@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.runtime.errors import RequestError
+from bloomery.runtime.messages import failure
 from bloomery.runtime.protocol import ID_BYTES
 from bloomery.runtime.requests import Admitted, Chunk, Event, Failed, Final, TokenLogprob
 
@@ -24,9 +25,7 @@ def new_request_id() -> bytes:
 
 def failure_error(failed: Failed) -> RequestError:
     """The exception that says what a Failed event says."""
-    error = RequestError(failed.code, failed.message, failed.hint)
-    error.details = dict(failed.details)
-    return error
+    return failure(failed.code, failed.message, failed.hint, failed.details)
 
 
 @dataclass(frozen=True)

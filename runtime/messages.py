@@ -216,7 +216,7 @@ def event_message(event: Event, request_id: bytes) -> Message:
         case Chunk():
             return _chunk_message(event, request_id)
         case Failed(code=code, message=text_, hint=hint, details=details):
-            return error_message(request_id, RequestError(code, text_, hint, **details))
+            return error_message(request_id, failure(code, text_, hint, details))
         case Admitted():
             kind, names = Kind.ADMITTED, ADMITTED_SCHEMA.fields
         case Progress():
@@ -266,7 +266,8 @@ def read_event(message: Message) -> Event:
         case Kind.FINAL:
             return Final(request_id, **FINAL_SCHEMA.read(message.body))
         case Kind.ERROR:
-            return Failed(request_id, **ERROR_SCHEMA.read(message.body))
+            error = read_error(message)
+            return Failed(request_id, error.code, error.message, error.hint, error.details)
     raise RequestError("unknown_kind", f"message kind {message.kind:#04x} reports no event", kind=message.kind)
 
 

@@ -45,7 +45,8 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.05
 IDLE_PING_HEARTBEATS = 10
-UNKNOWN_FIELD_BYTES = 60
+CLIENT_NAME_CHARACTERS = 60
+COUNTERS = ("messages", "messages_dropped", "requests", "calls", "clients_gone", "clients_silent")
 
 
 class Generator(Protocol):
@@ -100,7 +101,7 @@ class Service:
         self._sessions: dict[bytes, Session] = {}
         self._running: dict[bytes, Running] = {}
         self._dirty: dict[bytes, Running] = {}
-        self._counters: Counter[str] = Counter()
+        self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._workbench = Workbench()
         self._router = Router(endpoint, limits.max_message)
         self.endpoint = self._router.endpoint
@@ -194,7 +195,7 @@ class Service:
         now = time.monotonic()
         known = self._sessions.get(client)
         requests = known.requests if known else {}
-        session = Session(client, values["client"][:UNKNOWN_FIELD_BYTES], max(spoken), now, now, requests)
+        session = Session(client, values["client"][:CLIENT_NAME_CHARACTERS], max(spoken), now, now, requests)
         self._sessions[client] = session
         for running in requests.values():
             running.session = session
