@@ -14,18 +14,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from bloomery.launcher.command_line import Parser, program_parser, run_program
+from bloomery.launcher.tables import new_console, new_table, ranges
 from bloomery.runtime.model_file import ModelFile, Tensor, Value
 from bloomery.runtime.tensor_roles import ExpertBytes, bytes_by_role, bytes_by_type, expert_bytes, layer_of, role_of
 
 PROGRAM = "bloomery-inspect"
 SHOWN_ELEMENTS = 8  # of an array, unless --full
 SHOWN_CHARACTERS = 100  # of a string in a table, unless --full
-PIPED_WIDTH = 160  # columns where there is no terminal to ask
 
 
 def build_parser() -> Parser:
@@ -121,7 +120,7 @@ def show_report(console: Console, model: ModelFile, report: Mapping[str, Any], *
 
 
 def _metadata_table(model: ModelFile, full: bool) -> Table:
-    table = _new_table(f"{len(model.metadata)} metadata keys")
+    table = new_table(f"{len(model.metadata)} metadata keys")
     table.add_column("key", no_wrap=True)
     table.add_column("value", overflow="fold")
     for name, value in model.metadata.items():
@@ -156,7 +155,7 @@ def _tensor_table(tensors: Iterable[Tensor]) -> Table:
     for (pattern, shape, kind), members in groups.items():
         layers = [layer for tensor in members if (layer := layer_of(tensor.name)) is not None]
         size = sum(tensor.nbytes for tensor in members)
-        table.add_row(_visible(pattern), _ranges(layers), _shape(shape), kind, role_of(members[0].name), _size(size))
+        table.add_row(_visible(pattern), ranges(layers), _shape(shape), kind, role_of(members[0].name), _size(size))
     return table
 
 
@@ -170,7 +169,7 @@ def _each_tensor_table(model: ModelFile) -> Table:
 
 
 def _new_tensor_table(title: str, second: str) -> Table:
-    table = _new_table(title)
+    table = new_table(title)
     table.add_column("tensor", no_wrap=True)
     table.add_column(second, overflow="fold")
     for heading in ("shape (ne)", "type"):
@@ -180,12 +179,8 @@ def _new_tensor_table(title: str, second: str) -> Table:
     return table
 
 
-def _new_table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-
-
 def _bytes_table(what: str, totals: Mapping[str, int], whole: int) -> Table:
-    table = _new_table(f"bytes by {what}")
+    table = new_table(f"bytes by {what}")
     table.add_column(what)
     for heading in ("bytes", "size", "share"):
         table.add_column(heading, justify="right")
@@ -215,7 +210,7 @@ def _overview(model: ModelFile, report: Mapping[str, Any]) -> Table:
 def _expert_lines(experts: ExpertBytes) -> Iterable[tuple[str, str]]:
     counts = sorted({count for _, count in experts.layers.values()})
     per_layer = sorted({nbytes for nbytes, _ in experts.layers.values()})
-    yield "experts", f"{_size(experts.total)} in layers {_ranges(experts.layers)}, {_span(counts, str)} a layer"
+    yield "experts", f"{_size(experts.total)} in layers {ranges(experts.layers)}, {_span(counts, str)} a layer"
     yield "  of one layer", _span(per_layer, _size)
     yield "  one expert", _span(sorted(set(experts.per_expert)), _size)
     if experts.active_per_token is not None:
@@ -225,17 +220,6 @@ def _expert_lines(experts: ExpertBytes) -> Iterable[tuple[str, str]]:
 
 def _span(values: Sequence[int], text: Any) -> str:
     return text(values[0]) if len(values) == 1 else f"{text(values[0])} to {text(values[-1])}"
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    """ "0-3, 7" for 0, 1, 2, 3, 7."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
 def _shape(shape: tuple[int, ...]) -> str:
@@ -257,9 +241,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps(report, allow_nan=False))
         else:
-            width = None if sys.stdout.isatty() else PIPED_WIDTH
-            console = Console(width=width, markup=False, highlight=False, emoji=False)
-            show_report(console, model, report, each=args.tensors, full=args.full)
+            show_report(new_console(), model, report, each=args.tensors, full=args.full)
     return 0
 
 
