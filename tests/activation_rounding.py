@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
 from bloomery.runtime.executor import StepRows
 from bloomery.runtime.program import HeadMatMul, MatMul, Op, RoutedExperts
 from bloomery.runtime.reference import ReferenceExecutor
 from bloomery.runtime.reference_ops import Floats, head_matmul, swiglu
-from numpy.typing import NDArray
 
 # What ggml's CPU backend rounds activations to, by the quant type of the weight (ggml-cpu.c, type_traits_cpu)
 _BLOCKS_OF_256 = {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"}

@@ -1,4 +1,4 @@
-"""Where the oracle's figures and the models they belong to are, and the band that an engine with 8-bit activations gets.
+"""Where the oracle's figures and their models are, and the band that an engine with 8-bit activations gets.
 
 Owns unpacking (F32 files are written anew, quantised ones are unpacked, both once a test run) and nothing else.
 """
@@ -76,11 +76,12 @@ def host_band(name: str) -> tuple[float, float]:
 
     The aim is twice what llama.cpp shows against itself (one batch against token by token: `self`). That is often 0 or
     1e-13, since there both runs form the same sums in the same order. An engine that sums in another order differs by
-    1e-7 before rounding; now and then a value falls on the other side of a rounding boundary, and in these models, which
-    are random and so amplify, one such flip changes the roundings of all later layers. Two right engines are then two
-    exact evaluations with independent rounding errors n1 and n2 in the logits. As KL is half the variance of the logits'
-    difference under the distribution, and Var(n1 - n2) = Var(n1) + Var(n2), their divergence is twice `activation`, the
-    divergence of one such engine from the exact evaluation (measured, oracle_kit/gates.py). Hence twice the greater.
+    1e-7 before rounding; now and then a value falls on the other side of a rounding boundary, and in these models,
+    which are random and so amplify, one such flip changes the roundings of all later layers. Two right engines are
+    then two exact evaluations with independent rounding errors n1 and n2 in the logits. As KL is half the variance of
+    the logits' difference under the distribution, and Var(n1 - n2) = Var(n1) + Var(n2), their divergence is twice
+    `activation`, the divergence of one such engine from the exact evaluation (measured, oracle_kit/gates.py). Hence
+    twice the greater.
     """
     entry = json.loads((DATA / "self_kld.json").read_text(encoding="utf-8"))[name]
     median, mean = (2.0 * max(pair) for pair in zip(entry["self"], entry["activation"], strict=True))
