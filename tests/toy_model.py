@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -72,10 +73,12 @@ def mix(before: int, token: int) -> int:
     return value ^ value >> 32
 
 
+@lru_cache(maxsize=1 << 16)
 def logits_of(state: int) -> NDArray[np.float32]:
     """Logits (float32, V) after the tokens that `state` is the hash of; the end token is rare."""
     logits = np.random.Generator(np.random.PCG64(state)).normal(size=VOCABULARY).astype(np.float32) * 3
     logits[END] -= 4
+    logits.setflags(write=False)
     return logits
 
 
