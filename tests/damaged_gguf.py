@@ -55,6 +55,7 @@ def damaged_cases(seed: int = SEED) -> Iterator[Case]:
     yield from damage.truncations(CUTS)
     yield from damage.flips(REFUSED - len(named) - CUTS)
     yield from damage.harmless(12)
+    yield from _senseless(draft)
 
 
 def _refused(name: str, data: bytes, *mentions: str) -> Case:
@@ -187,6 +188,34 @@ def _drafts(draft: Draft) -> Iterator[Case]:
     yield _refused("block-count-float", blocks.build(), f"{ARCH}.block_count", "whole number")
     epsilon = draft.with_key(f"{ARCH}.attention.layer_norm_rms_epsilon", FLOAT32, float("nan"))
     yield _refused("epsilon-nan", epsilon.build(), "layer_norm_rms_epsilon", "finite")
+
+
+def _senseless(draft: Draft) -> Iterator[Case]:
+    """Sound files whose values make no sense: refused by whoever reads them, or of no consequence."""
+    tokens = next(key.value for key in draft.keys if key.name == "tokenizer.ggml.tokens")
+    assert isinstance(tokens, list)
+    changes: list[tuple[str, int | tuple[int, int], object]] = [
+        (f"{ARCH}.{name}", UINT32, value)
+        for name in ("block_count", "attention.head_count", "attention.head_count_kv", "attention.key_length")
+        for value in (0, 3, 2**32 - 1)
+    ]
+    changes += [(f"{ARCH}.{name}", UINT32, 2**32 - 1) for name in ("context_length", "embedding_length")]
+    changes += [(f"{ARCH}.{name}", UINT32, value) for name in ("expert_count", "expert_used_count") for value in (0, 5)]
+    changes += [(f"{ARCH}.rope.freq_base", FLOAT32, value) for value in (0.0, -1.0)]
+    changes += [(f"{ARCH}.rope.scaling.type", STRING, "nonsense"), (f"{ARCH}.rope.dimension_count", UINT32, 7)]
+    changes += [(f"{ARCH}.attention.head_count", (ARRAY, INT32), [4])]
+    changes += [("tokenizer.ggml.model", STRING, "nonsense"), ("tokenizer.ggml.pre", STRING, "nonsense")]
+    changes += [("tokenizer.ggml.eos_token_id", UINT32, value) for value in (len(tokens), 2**32 - 1)]
+    changes += [("tokenizer.ggml.tokens", (ARRAY, STRING), made) for made in ([], tokens[:-1], [*tokens[:-1], "h"])]
+    changes += [("tokenizer.ggml.tokens", (ARRAY, STRING), [*tokens[:9], "", *tokens[10:]])]
+    changes += [("tokenizer.ggml.tokens", (ARRAY, INT32), [1, 2, 3]), ("tokenizer.ggml.tokens", STRING, "abc")]
+    changes += [("tokenizer.ggml.token_type", (ARRAY, INT32), made) for made in ([], [1] * 265, [99] * 266, [-1] * 266)]
+    changes += [("tokenizer.ggml.token_type", (ARRAY, FLOAT32), [1.0] * 266)]
+    for merges in (["h"], ["h e l"], [""], ["zz yy"], ["h e"] * 5, ["h e", "qq ee"]):
+        changes.append(("tokenizer.ggml.merges", (ARRAY, STRING), merges))
+    for index, (key, kind, value) in enumerate(changes):
+        made = draft.with_key(key, kind, value).build()
+        yield Case(f"senseless-{index}-{key}={str(value)[:30]}", {PLAIN_NAME: made}, PLAIN_NAME, "either", (key,))
 
 
 def _non_finite(draft: Draft, places: dict[str, int]) -> Iterator[Case]:

@@ -15,25 +15,28 @@ import tracemalloc
 
 import psutil
 
+from bloomery.runtime.architectures import build_program
 from bloomery.runtime.errors import ModelFileError
 from bloomery.runtime.model_file import ModelFile
+from bloomery.runtime.tokenizer import Tokenizer
 
 ROOM = 256 << 20  # bytes of address space beyond what the started interpreter has
+TEXT = "hello world, hello <|im_end|> wörld 1234\n"
 DEADLINE = 10  # seconds for one file; SIGALRM ends the process
 
 
 def use(path: str) -> None:
-    """Everything that a start touches in the file: keys, every tensor's values."""
+    """Everything that a start touches in the file: the program, the tokenizer, every tensor's values."""
     with ModelFile.open(path) as model:
-        assert model.architecture
-        model.hyper("block_count", int)
-        model.hyper("attention.layer_norm_rms_epsilon", float)
-        for name in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"):
-            for text in model.key(name, list[str], []):
-                assert text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") is not None
+        assert build_program(model).vocabulary > 0
+        tokenizer = Tokenizer.from_model_file(model)
+        tokens = tokenizer.encode(TEXT)
+        assert all(0 <= token < tokenizer.vocabulary for token in tokens)
+        tokenizer.decode(tokens)
+        for token in range(tokenizer.vocabulary):
+            assert isinstance(tokenizer.piece(token), bytes)
         for tensor in model.tensors.values():
-            if tensor.quant_type.dequantisable:
-                assert tensor.dequantise().shape == tensor.shape[::-1]
+            assert tensor.dequantise().shape == tensor.shape[::-1]
 
 
 def answer(path: str) -> dict[str, object]:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from bloomery.launcher import probe
+from bloomery.launcher.tables import new_console
 from bloomery.runtime import probe_kernels
 from bloomery.runtime.bandwidth_probe import (
     LEAST_BUFFER,
@@ -149,7 +150,7 @@ def test_plot_without_matplotlib_says_what_to_install(
 
 
 def test_tables_and_json_of_the_program(report: BandwidthReport, capsys: pytest.CaptureFixture[str]) -> None:
-    probe.show_bandwidth(probe.new_console(), report)
+    probe.show_bandwidth(new_console(), report)
     output = capsys.readouterr().out
     assert "GB/s" in output and "posix_fadvise" in output and " ns" in output
     assert json.loads(json.dumps(report.as_dict()))["reads"][0]["processes"] == 1

@@ -7,6 +7,7 @@ byte, a pair listed twice) the vocabulary given to it is completed so that the r
 
 from __future__ import annotations
 
+import re
 from itertools import chain
 
 from tokenizers.models import BPE
@@ -28,6 +29,7 @@ def _byte_alphabet() -> list[str]:
 
 BYTE_ALPHABET = _byte_alphabet()
 BYTE_OF = {character: byte for byte, character in enumerate(BYTE_ALPHABET)}
+_ESCAPES = re.compile("[\udc80-\udcff]")
 _TO_ALPHABET = dict(enumerate(BYTE_ALPHABET))
 
 
@@ -51,6 +53,9 @@ class BytePairEncoder:
             for text, number in texts.items()
             if number >= self._tokens
         }
+        # A token that is no UTF-8 (a surrogate escape) cannot come out of a word's characters; the library refuses it.
+        if not _is_utf8("".join(texts)):
+            texts = {text: number for text, number in texts.items() if _is_utf8(text)}
         self._merger = BPE(texts, list(merges))
         self._words = WordCache(self._word)
 
@@ -80,7 +85,13 @@ def _merges(model: ModelFile) -> dict[tuple[str, str], None]:
                 "convert the model again",
             )
         merges.setdefault((line[:gap], line[gap + 1 :]))
+    if not _is_utf8("".join(chain.from_iterable(merges))):
+        return {pair: None for pair in merges if _is_utf8("".join(pair))}
     return merges
+
+
+def _is_utf8(text: str) -> bool:
+    return _ESCAPES.search(text) is None
 
 
 def _utf8(text: str) -> bytes:
