@@ -120,7 +120,8 @@ class Sampler:
 
     def _weights(self, values: Row, best: float) -> Row:
         with np.errstate(over="ignore"):  # a tiny temperature: all but the best weigh nothing
-            return np.exp((values - np.float32(best)) / np.float32(self.parameters.temperature))
+            weights: Row = np.exp((values - np.float32(best)) / np.float32(self.parameters.temperature))
+        return weights
 
     def _uniform(self) -> float:
         assert self._random is not None
@@ -142,7 +143,8 @@ def pick(weights: Row, uniform: float) -> int:
 
 
 def exp_below(values: Row, best: float) -> Row:
-    return np.exp(values - np.float32(best))
+    weights: Row = np.exp(values - np.float32(best))
+    return weights
 
 
 def at_least(scores: Row, count: int) -> np.float32:
@@ -216,8 +218,7 @@ def check_sampling(parameters: SamplingParameters, vocabulary: int) -> None:
 
 
 def check_number(field: str, value: object, low: float, high: float) -> None:
-    number = isinstance(value, (int, float, np.floating)) and not isinstance(value, bool)
-    if not (number and low <= value <= high):
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
         raise invalid(field, value, f"a number from {low:g} to {high:g}")
 
 

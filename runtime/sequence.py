@@ -227,10 +227,12 @@ def prompt_tokens(request: GenerationRequest, tokenizer: Tokenizer, template: Ch
     elif request.text is not None:
         if not isinstance(request.text, str):
             raise invalid("text", request.text, "a string")
-        field, tokens = "text", tokenizer.encode(
-            request.text, add_special=request.add_special, parse_special=request.parse_special
+        field, tokens = (
+            "text",
+            tokenizer.encode(request.text, add_special=request.add_special, parse_special=request.parse_special),
         )
     else:
+        assert request.messages is not None
         if template is None:
             raise RequestError("unsupported", "the model file has no chat template", "send text or tokens instead")
         variables = {"add_generation_prompt": True, **request.template_variables}
