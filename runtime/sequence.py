@@ -220,7 +220,7 @@ def check_request(request: GenerationRequest, vocabulary: int) -> None:
 
 
 def prompt_tokens(request: GenerationRequest, tokenizer: Tokenizer, template: ChatTemplate | None) -> NDArray[np.int32]:
-    """The prompt's tokens (int32). A rendered chat that already begins with BOS gets no second one."""
+    """The prompt's tokens (int32)."""
     tokens: TokenList
     if request.tokens is not None:
         field, tokens = "tokens", check_list("tokens", request.tokens)
@@ -235,11 +235,10 @@ def prompt_tokens(request: GenerationRequest, tokenizer: Tokenizer, template: Ch
         assert request.messages is not None
         if template is None:
             raise RequestError("unsupported", "the model file has no chat template", "send text or tokens instead")
-        variables = {"add_generation_prompt": True, **request.template_variables}
-        text = template.render(request.messages, **variables)
-        bos = "" if tokenizer.bos is None else tokenizer.piece(tokenizer.bos).decode("utf-8", "replace")
-        add_special = request.add_special and not (bos and text.startswith(bos))
-        field, tokens = "messages", tokenizer.encode(text, add_special=add_special)
+        variables = request.template_variables
+        if not all(isinstance(name, str) and name not in ("messages", "self") for name in variables):
+            raise invalid("template_variables", list(variables), "names other than messages and self")
+        field, tokens = "messages", template.render_tokens(request.messages, **variables)
     if not tokens:
         raise invalid(field, "empty", "at least one token")
     try:

@@ -1,6 +1,6 @@
 """What the engine promises about results: turns, limits, prompts, refusals, and what it costs.
 
-Planted once and seen to fail: admission out of order; a BOS before a chat template's own BOS; logits chunks longer than
+Planted once and seen to fail: admission out of order; template variables dropped; logits chunks longer than
 the executor's buffer; an end token's text shown; the context's end one token early; a queue without its limit; streams
 left out of prompt steps.
 """
@@ -19,7 +19,6 @@ from toy_model import END, TOKENIZER, VOCABULARY, ToyExecutor, ToyTokenizer, sol
 from bloomery.runtime.engine import Engine
 from bloomery.runtime.executor import StepResult, StepRows
 from bloomery.runtime.requests import Admitted, Chunk, Event, Failed, GenerationRequest, SamplingParameters
-from bloomery.runtime.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from bloomery.runtime.chat_template import ChatTemplate
@@ -146,44 +145,27 @@ def test_end_tokens_are_reported_but_not_shown_and_ignore_eos_excludes_them() ->
     assert END not in client.tokens(free) and client.final(free).generated_tokens == 500
 
 
-class BosTokenizer(ToyTokenizer):
-    """Adds token 9 (a space) as BOS."""
-
-    bos = 9
-
-    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
-        return [9] * add_special + super().encode(text)
-
-
 class Template:
-    def __init__(self, prefix: str) -> None:
-        self.prefix = prefix
+    """Shows contents one after the other, and "gh" where the answer begins."""
 
-    def render(self, messages: Any, *, add_generation_prompt: bool = True, **variables: Any) -> str:
-        return self.prefix + "".join(message["content"] for message in messages) + "gh" * add_generation_prompt
+    def render_tokens(self, messages: Any, *, add_generation_prompt: bool = True, **variables: Any) -> list[int]:
+        text = "".join(message["content"] for message in messages) + variables.get("tail", "")
+        return ToyTokenizer().encode(text + "gh" * add_generation_prompt)
 
 
-@pytest.mark.parametrize("prefix, add_special", [("", True), (" ", True), ("", False)])
-def test_prompts_of_text_and_messages(prefix: str, add_special: bool) -> None:
-    executor = ToyExecutor()
-    template = cast("ChatTemplate", Template(prefix))
-    client = Client(Engine(executor, cast(Tokenizer, BosTokenizer()), template))
-    chat = GenerationRequest(
-        b"c" * 16,
-        messages=({"role": "user", "content": "abc"},),
-        max_tokens=4,
-        sampling=GREEDY,
-        add_special=add_special,
-    )
-    open_ended = replace(chat, request_id=b"d" * 16, template_variables={"add_generation_prompt": False})
-    text = GenerationRequest(b"e" * 16, text="abcgh", max_tokens=4, sampling=GREEDY, add_special=add_special)
-    for request in (chat, open_ended, text):
-        client.submit_request(request)
+def test_prompts_of_text_and_messages() -> None:
+    client = Client(Engine(ToyExecutor(), TOKENIZER, cast("ChatTemplate", Template())))
+    chat = GenerationRequest(b"c" * 16, messages=({"content": "abc"},), max_tokens=4, sampling=GREEDY)
+    text = GenerationRequest(b"t" * 16, text="abcgh", max_tokens=4, sampling=GREEDY)
+    variables = {"add_generation_prompt": False, "tail": "gh"}
+    client.submit_request(chat)
+    client.submit_request(text)
+    client.submit_request(replace(chat, request_id=b"d" * 16, template_variables=variables))
     exhaust(client)
-    bos = bool(prefix) or add_special
-    assert client.final(b"c" * 16).prompt_tokens == 5 + bos, "one BOS, not two"
-    assert client.final(b"d" * 16).prompt_tokens == 3 + bos
-    assert client.tokens(b"c" * 16) == client.tokens(b"e" * 16)
+    assert {client.final(request_id).prompt_tokens for request_id in client.events} == {5}
+    assert client.tokens(b"c" * 16) == client.tokens(b"t" * 16) == client.tokens(b"d" * 16)
+    client.submit_request(replace(chat, request_id=b"e" * 16, template_variables={"messages": 1}))
+    assert client.failure(b"e" * 16).code == "invalid_request"
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

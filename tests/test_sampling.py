@@ -334,7 +334,7 @@ def test_extreme_valid_parameters_are_accepted_and_work() -> None:
         {"logit_bias": ((1, -math.inf), (2, 100))},
         {"top_k": 0, "top_p": 0.0, "min_p": 0.0},
     ):
-        parameters = replace(SamplingParameters(seed=1), **changes)
+        parameters = replace(SamplingParameters(seed=1), **changes)  # type: ignore[arg-type]
         check_sampling(parameters, 100)
         assert 0 <= choose(Sampler(parameters), logits, np.arange(50, dtype=np.int32)) < 100
 
