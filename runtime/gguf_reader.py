@@ -28,6 +28,7 @@ MAX_DIMENSIONS: Final = 4
 MAX_KEY_BYTES: Final = 65535  # the specification's limit
 MAX_NAME_BYTES: Final = 64  # the specification's limit for tensor names
 MAX_STRING_BYTES: Final = 64 << 20  # no known key comes near; keeps a damaged length from copying gigabytes of weights
+MAX_ARRAY_ELEMENTS: Final = 1 << 24  # likewise: vocabularies have some hundred thousand
 MAX_INT64: Final = 2**63 - 1
 
 TRUNCATED_HINT: Final = "the file is cut short or damaged; compare its size with the source's and download it again"
@@ -71,6 +72,8 @@ def read_container(path: Path) -> Container:
 
 def _map(path: Path) -> mmap.mmap:
     try:
+        if path.exists() and not path.is_file():
+            raise ModelFileError(f"{path}: is no regular file, expected a GGUF file", "name a GGUF file")
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except ValueError:
@@ -211,6 +214,8 @@ class _Reader:
         count = self.scalar(_U64, f"the length of array {name}")
         if kind == ARRAY:
             raise self.fail(f"key {name} is an array of arrays, expected an array of scalars or strings", NEWER_HINT)
+        if count > MAX_ARRAY_ELEMENTS:
+            raise self.fail(f"array {name} claims {count} elements, expected at most {MAX_ARRAY_ELEMENTS}")
         if kind == STRING:
             self.check_count(count, 8, f"strings in array {name}")
             return self.strings(name, count)

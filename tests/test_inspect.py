@@ -126,7 +126,7 @@ def test_errors_are_one_line_and_a_status(path: Path) -> None:
     for arguments, texts in (
         ([str(path)], ("output.weight", "cut short", " -> ")),
         ([str(path.with_name("none.gguf"))], ("none.gguf", "No such file", " -> ")),
-        ([str(path.parent)], ("cannot be opened", " -> ")),
+        ([str(path.parent)], ("is no regular file", " -> ")),
         ([], ("FILE", "--help")),
     ):
         command = [sys.executable, "-m", "bloomery.launcher.inspect", *arguments]
