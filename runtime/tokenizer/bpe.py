@@ -48,14 +48,12 @@ class BytePairEncoder:
             if text not in texts:
                 texts[text] = len(texts)
         # What llama.cpp emits for a merge result that is no token: those of its bytes that are tokens by themselves.
+        single = {byte: vocabulary.id_of[chr(byte)] for byte in range(0x80) if chr(byte) in vocabulary.id_of}
         self._spelled = {
-            number: [vocabulary.id_of[chr(byte)] for byte in _utf8(text) if byte < 0x80 and chr(byte) in vocabulary.id_of]
+            number: [single[byte] for byte in _utf8(text) if byte in single]
             for text, number in texts.items()
             if number >= self._tokens
         }
-        # A token that is no UTF-8 (a surrogate escape) cannot come out of a word's characters; the library refuses it.
-        if not _is_utf8("".join(texts)):
-            texts = {text: number for text, number in texts.items() if _is_utf8(text)}
         self._merger = BPE(texts, list(merges))
         self._words = WordCache(self._word)
 
@@ -80,8 +78,8 @@ def _merges(model: ModelFile) -> dict[tuple[str, str], None]:
         gap = line.find(" ", 1)
         if gap < 0 or gap == len(line) - 1:
             raise ModelFileError(
-                f"{model.path}: metadata key tokenizer.ggml.merges has {line!r} at rank {rank}, expected two texts with a"
-                " space between",
+                f"{model.path}: metadata key tokenizer.ggml.merges has {line!r} at rank {rank}, expected two texts with"
+                " a space between",
                 "convert the model again",
             )
         merges.setdefault((line[:gap], line[gap + 1 :]))

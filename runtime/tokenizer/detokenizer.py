@@ -22,8 +22,8 @@ class Detokenizer:
     the same arguments. Bytes that no continuation can make a character become U+FFFD as soon as that is certain, an
     incomplete character waits for the next token.
 
-    `special` shows control tokens' texts. `continuation` (default here): the tokens follow others, e.g. a prompt, so the
-    space that a SentencePiece vocabulary puts before a text's first word belongs to the text.
+    `special` shows control tokens' texts. `continuation` (default here): the tokens follow others, e.g. a prompt, so
+    the space that a SentencePiece vocabulary puts before a text's first word belongs to the text.
     """
 
     def __init__(self, tokenizer: Pieces, special: bool = False, *, continuation: bool = True) -> None:

@@ -41,7 +41,8 @@ def _join_one_by_one(data: bytes, starts: list[int], ranks: Mapping[bytes, int])
     preceding = list(range(-1, count - 1))
     rank_of = ranks.get
 
-    waiting = []  # of the first pairs most are stale when their turn comes: a sorted list is passed over faster than a heap
+    # Of the first pairs most are stale when their turn comes: a sorted list is passed over faster than a heap.
+    waiting = []
     for left in range(count - 1):
         start, end = starts[left], ends[left + 1]
         rank = rank_of(data[start:end])
@@ -138,10 +139,9 @@ class _Kinds:
         pairs = np.flatnonzero(np.bincount(left * MAX_KINDS + right))
         return [(self.texts[pair // MAX_KINDS], self.texts[pair % MAX_KINDS]) for pair in pairs.tolist()]
 
-    def _of_pairs(
-        self, left: NDArray[np.int64], right: NDArray[np.int64], values: list[int]
-    ) -> NDArray[np.int64]:
+    def _of_pairs(self, left: NDArray[np.int64], right: NDArray[np.int64], values: list[int]) -> NDArray[np.int64]:
         keys = left * MAX_KINDS + right
         table = np.zeros(keys.max(initial=0) + 1, dtype=np.int64)
         table[np.flatnonzero(np.bincount(keys))] = values
-        return table[keys]
+        values_at: NDArray[np.int64] = table[keys]
+        return values_at

@@ -53,7 +53,8 @@ _DEEPSEEK_V3 = (
 
 def _words_and_digits(digits: str, letters: str = r"\p{L}") -> tuple[str, ...]:
     return (
-        _ENGLISH_ENDINGS + rf"[^\r\n\p{{L}}\p{{N}}]?[{letters}]+|{digits}| ?[^\s{letters}\p{{N}}]+[\r\n]*|"
+        _ENGLISH_ENDINGS
+        + rf"[^\r\n\p{{L}}\p{{N}}]?[{letters}]+|{digits}| ?[^\s{letters}\p{{N}}]+[\r\n]*|"
         + _LINES_AND_SPACE,
     )
 

@@ -1,9 +1,10 @@
 """SentencePiece-style encoding (`tokenizer.ggml.model` "llama"): characters are joined, best score first.
 
-Owns what is joined and spelled; `joining` does the joining. Knows nothing of special tokens. The rule is llama.cpp's: of all neighbours whose joined text is
-a token, the pair with the greatest score is joined, the leftmost of equals, until none is left; what is no token then
-is spelled in byte tokens. A text is first cut wherever two neighbouring characters occur side by side in no token at
-all: no pair can be joined across such a border, so the pieces (mostly words) are independent and can be remembered.
+Owns what is joined and spelled; `joining` does the joining. Knows nothing of special tokens. The rule is llama.cpp's:
+of all neighbours whose joined text is a token, the pair with the greatest score is joined, the leftmost of equals,
+until none is left; what is no token then is spelled in byte tokens. A text is first cut wherever two neighbouring
+characters occur side by side in no token at all: no pair can be joined across such a border, so the pieces (mostly
+words) are independent and can be remembered.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ Fragment: TypeAlias = str | int
 
 @dataclass(frozen=True)
 class SpecialToken:
-    """`plain`: found even where special tokens are not parsed. Stripping removes ASCII white space next to the token."""
+    """`plain`: found even where special tokens are not parsed. Stripping removes ASCII white space beside the token."""
 
     id: int
     text: str

@@ -16,10 +16,22 @@ from numpy.typing import NDArray
 
 CODE_POINTS = 0x110000
 
-WHITESPACE = (*range(0x09, 0x0E), 0x20, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000)
+WHITESPACE = (
+    *range(0x09, 0x0E),
+    0x20,
+    0x85,
+    0xA0,
+    0x1680,
+    *range(0x2000, 0x200B),
+    0x2028,
+    0x2029,
+    0x202F,
+    0x205F,
+    0x3000,
+)
 """Code points with the property White_Space."""
 
-# Runs of the major categories L, N, P, S and M in code-point order, "O" for every other: "O33P3S1P3..." deflated, base 85.
+# Runs of the major categories L, N, P, S and M in code-point order, "O" for every other: "O33P3S1P3...", in base 85.
 _RUNS = (
     "c-"
     "oDaX|k+34urSldDsJBBG~_4`pYz&ckb;W`Uh2%!Lo*wl&Y2Uou7C&u5!h2rzhX(NX@J9iMoyZcICoX<x0n1h)=l^??kr6OW*OzH+$H8WbH0>Jm"

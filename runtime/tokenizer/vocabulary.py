@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,20 +25,26 @@ _KIND_OF_TYPE = {1: NORMAL, 2: UNKNOWN, 3: CONTROL, 4: USER_DEFINED, 5: UNUSED, 
 
 # Texts that say what a token is for when no key does (and some that end a generation whatever the keys say).
 _TURN_ENDS = (
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]",
-    "<｜end▁of▁sentence｜>", "<end_of_utterance>",
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>",
+    "[EOT]", "<｜end▁of▁sentence｜>", "<end_of_utterance>",
 )  # fmt: skip
 _GENERATION_ENDS = (
     *_TURN_ENDS, "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "</s>", "<|eom_id|>", "[EOS]", "<eos>", "<turn|>",
     "<|tool_response>", "[e~[",
 )  # fmt: skip
 _FILL_IN = {
-    "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>", "<|code_prefix|>",
-                "<|prefix|>"),
-    "fim_suf": ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>", "<|code_suffix|>",
-                "<|suffix|>"),
-    "fim_mid": ("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>",
-                "<|middle|>"),
+    "fim_pre": (
+        "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>", "<|code_prefix|>",
+        "<|prefix|>",
+    ),
+    "fim_suf": (
+        "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>", "<|code_suffix|>",
+        "<|suffix|>",
+    ),
+    "fim_mid": (
+        "<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>",
+        "<|middle|>",
+    ),
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
@@ -45,8 +52,8 @@ _FILL_IN = {
 _SHOWN_ALWAYS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
 
 _KEYS = {
-    "bos": "bos_token_id", "eos": "eos_token_id", "eot": "eot_token_id", "eom": "eom_token_id", "unk": "unknown_token_id",
-    "sep": "seperator_token_id", "pad": "padding_token_id", "mask": "mask_token_id",
+    "bos": "bos_token_id", "eos": "eos_token_id", "eot": "eot_token_id", "eom": "eom_token_id",
+    "unk": "unknown_token_id", "sep": "seperator_token_id", "pad": "padding_token_id", "mask": "mask_token_id",
     "fim_pre": "fim_pre_token_id", "fim_suf": "fim_suf_token_id", "fim_mid": "fim_mid_token_id",
     "fim_pad": "fim_pad_token_id", "fim_rep": "fim_rep_token_id", "fim_sep": "fim_sep_token_id",
 }  # fmt: skip
@@ -84,9 +91,7 @@ class Vocabulary:
                 "this tokenizer is not supported; choose a model of another family",
             )
         pre_tokenizer = _pre_tokenizer(model) if kind == "gpt2" else None
-        texts = [
-            text or f"[EMPTY_{index}]" for index, text in enumerate(model.key("tokenizer.ggml.tokens", list[str]))
-        ]
+        texts = [text or f"[EMPTY_{index}]" for index, text in enumerate(model.key("tokenizer.ggml.tokens", list[str]))]
         id_of = {text: index for index, text in enumerate(texts)}
         if len(id_of) != len(texts):
             index = next(index for index, text in enumerate(texts) if id_of[text] != index)
@@ -95,8 +100,8 @@ class Vocabulary:
                 f" {id_of[texts[index]]}, expected distinct tokens",
                 "convert the model again",
             )
-        types = _numbers(model, "token_type", len(texts), np.dtype(np.int32))
-        scores = _numbers(model, "scores", len(texts), np.dtype(np.float32))
+        types = _numbers(model, "token_type", len(texts))
+        scores = _numbers(model, "scores", len(texts)).astype(np.float32)
         kinds = [_KIND_OF_TYPE.get(number, 0) for number in types.tolist()] if types.size else [NORMAL] * len(texts)
         special = _special_ids(model, kind, len(texts))
         end_tokens = _classify(id_of, kinds, special)
@@ -130,16 +135,16 @@ def _pre_tokenizer(model: ModelFile) -> PreTokenizer:
     return PRE_TOKENIZERS[name]
 
 
-def _numbers(model: ModelFile, name: str, count: int, dtype: np.dtype[np.generic]) -> NDArray[np.generic]:
+def _numbers(model: ModelFile, name: str, count: int) -> NDArray[Any]:
     """An array with one number a token, or an empty one if the file has none."""
     key = f"tokenizer.ggml.{name}"
-    values = model.key(key, np.ndarray, np.empty(0))
+    values: NDArray[Any] = model.key(key, np.ndarray, np.empty(0))
     if key in model.metadata and values.size < count:
         raise ModelFileError(
             f"{model.path}: metadata key {key} has {values.size} numbers, expected one for each of {count} tokens",
             "convert the model again",
         )
-    return values[:count].astype(dtype)
+    return values[:count]
 
 
 def _special_ids(model: ModelFile, kind: str, count: int) -> dict[str, int]:

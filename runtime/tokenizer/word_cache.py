@@ -13,7 +13,10 @@ MAX_LENGTH = 64  # longer words hardly ever come twice
 
 
 class WordCache(dict[str, list[int]]):
-    """A dict whose missing words are encoded. Emptied when full. Threads may share it: at worst a word is done twice."""
+    """A dict whose missing words are encoded. Emptied when full. Threads may share it: at worst a word is done twice.
+
+    The lists are shared: callers must not change them.
+    """
 
     def __init__(self, encode: Callable[[str], list[int]]) -> None:
         super().__init__()
