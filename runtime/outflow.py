@@ -58,7 +58,7 @@ class Outflow:
         self._end = end
 
     def grant(self, chunks: int) -> None:
-        self._credit = min(self._credit + chunks, 2**31 - 1)
+        self._credit += chunks
 
     def notice(self, message: Message) -> Sent:
         """Sends ADMITTED or PROGRESS, which cost no credit; dropped when the client's pipe is full."""

@@ -122,14 +122,16 @@ def _terms(config: DaemonConfig, program: Program, processes: int, context: int)
     place: Literal["shared", "private"] = "shared" if processes else "private"
     terms = [
         MemoryTerm("weights", sum(tensor.nbytes for tensor in program.weights.values()), "mapped"),
-        MemoryTerm("cache", layout.segments["cache"], place),
-        MemoryTerm("activations", layout.segments["activations"] - logits, place),
-        MemoryTerm("logits", logits, place),
         MemoryTerm("processes", PROCESS_BYTES * (1 + processes), "private"),
     ]
     if not processes:
         elements = sum(4 * _elements(tensor.shape) for tensor in program.weights.values())
         terms.append(MemoryTerm("dequantised weights", min(elements, REFERENCE_WEIGHT_BYTES), "private"))
+    terms += [  # what a person can ask less of comes last, and is therefore what a refusal names
+        MemoryTerm("activations", layout.segments["activations"] - logits, place),
+        MemoryTerm("logits", logits, place),
+        MemoryTerm("cache", layout.segments["cache"], place),
+    ]
     return tuple(terms)
 
 

@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 TICK_S = 0.05
 IDLE_PING_HEARTBEATS = 10
 CLIENT_NAME_CHARACTERS = 60
+UNLIMITED = 2**31 - 1
 COUNTERS = ("messages", "messages_dropped", "requests", "calls", "clients_gone", "clients_silent")
 
 
@@ -225,6 +226,8 @@ class Service:
 
     def _on_abort(self, session: Session, request_id: bytes, body: dict[str, Any]) -> None:
         if running := session.requests.get(request_id):
+            running.outflow.grant(UNLIMITED)  # the client wants the end now, not when it has granted credit for the rest
+            self._dirty[running.internal] = running
             self._cancel(running)
 
     def _on_credit(self, session: Session, request_id: bytes, body: dict[str, Any]) -> None:

@@ -363,6 +363,17 @@ def test_a_client_without_credit_for_too_long_has_stalled(served: Stand) -> None
     assert peer.receive().kind == Kind.FINAL
 
 
+def test_abort_does_not_wait_for_credit(served: Stand) -> None:
+    peer = served.peer()
+    request_id = peer.request(credit=0)
+    served.engine.emit(chunk(1), chunk(2))
+    peer.silence(0.1)
+    peer.send(Kind.ABORT, request_id)
+    assert peer.receive().body["tokens"] == [1, 2]
+    assert peer.receive().body["reason"] == "aborted"
+    wait_for(lambda: served.service.counters()["requests_running"] == 0)
+
+
 def test_progress_and_final_need_no_credit(served: Stand) -> None:
     peer = served.peer()
     peer.request(credit=0)
