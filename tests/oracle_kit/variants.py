@@ -87,6 +87,10 @@ def scaling(kind: str, factor: float, original: int, **more: float) -> Edit:
     return edit
 
 
+def great_epsilon(d: Draft) -> None:
+    d.set("attention.layer_norm_rms_epsilon", 0.05)
+
+
 def old_linear_key(d: Draft) -> None:
     d.set("rope.scale_linear", 2.0)
 
@@ -142,6 +146,7 @@ def least_sum(d: Draft) -> None:
 
 VARIANTS: dict[str, tuple[str, Edit]] = {
     "llama-tied": ("llama", tied),
+    "llama-epsilon": ("llama", great_epsilon),
     "llama-factors": ("llama", llama3_factors),
     "llama-linear": ("llama", scaling("linear", 4.0, 64)),
     "llama-scale-linear": ("llama", old_linear_key),
