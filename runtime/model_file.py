@@ -21,6 +21,7 @@ from bloomery.runtime.errors import ModelFileError
 from bloomery.runtime.gguf_reader import DAMAGED_HINT, Container, Value
 from bloomery.runtime.gguf_shards import read_shards
 from bloomery.runtime.quant_types import QuantType
+from bloomery.runtime.scale_check import check_scales
 
 __all__ = ["REQUIRED", "ModelFile", "QuantType", "Tensor", "Value"]
 
@@ -29,10 +30,6 @@ D = TypeVar("D")
 
 REQUIRED: Final[Any] = object()
 """Default of `ModelFile.key`: the key must be present."""
-
-WHOLE_BYTES: Final = 256 << 10  # tensors of up to this size are checked whole
-SAMPLED_RUNS, RUN_BYTES = 4, 8 << 10  # of greater ones a few runs: each touches two or three pages of a maybe cold file
-SAMPLE_SEED: Final = 20240229
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,15 +107,13 @@ class ModelFile:
         containers = read_shards(Path(path))
         tensors: dict[str, Tensor] = {}
         for container in containers:
+            check_scales(container)
             data: npt.NDArray[np.uint8] = np.frombuffer(container.mapping, dtype=np.uint8)
             for entry in container.entries:
                 blocks = data[entry.offset : entry.offset + entry.nbytes]
                 tensors[entry.name] = Tensor(
                     entry.name, entry.shape, entry.quant_type, blocks, container.path, entry.offset
                 )
-        generator = np.random.default_rng(SAMPLE_SEED)
-        for tensor in tensors.values():
-            check_finite(tensor, generator)
         return cls(containers, tensors)
 
     @property
@@ -205,26 +200,6 @@ class ModelFile:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def check_finite(tensor: Tensor, generator: np.random.Generator) -> None:
-    """Refuses a tensor with a NaN or infinite scale among a sample of its blocks (all of them if it is small)."""
-    blocks = tensor.data.reshape(-1, tensor.quant_type.block_bytes)
-    starts, length = [0], blocks.shape[0]
-    if tensor.nbytes > WHOLE_BYTES:
-        length = RUN_BYTES // tensor.quant_type.block_bytes
-        starts += generator.integers(0, blocks.shape[0] - length, SAMPLED_RUNS - 1).tolist()
-    for start in starts:
-        bad = tensor.quant_type.non_finite(blocks[start : start + length])
-        if bad.any():
-            block = start + int(bad.argmax())
-            what = "an element" if tensor.quant_type.block_elements == 1 else "a scale"
-            raise ModelFileError(
-                f"{tensor.path}: tensor {tensor.name} ({tensor.quant_type.name}) has {what} that is not finite in block"
-                f" {block} of {blocks.shape[0]} (byte {tensor.offset + block * tensor.quant_type.block_bytes}),"
-                " expected finite numbers",
-                DAMAGED_HINT,
-            )
 
 
 def _kind_name(kind: Any) -> str:

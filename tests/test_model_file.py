@@ -32,8 +32,9 @@ from gguf_bytes import (
 from small_model import small_draft
 
 from bloomery.runtime.errors import ModelFileError
-from bloomery.runtime.model_file import WHOLE_BYTES, ModelFile
+from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.quant_types import QuantType
+from bloomery.runtime.scale_check import WHOLE_BYTES
 
 SEED = 727
 DEQUANTISABLE = [kind.name for kind in gguf.quants._type_traits] + ["F32", "F16"]
