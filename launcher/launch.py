@@ -75,7 +75,7 @@ def control_client(args: argparse.Namespace) -> ControlClient:
 
 def serve(args: argparse.Namespace) -> int:
     options = {"endpoint": args.endpoint, "control": args.control, "alias": args.alias, "queue_limit": args.queue}
-    config = daemon_config(args, chosen_model(args)[0], **{name: given for name, given in options.items() if given})
+    config = daemon_config(args, chosen_model(args), **{name: given for name, given in options.items() if given})
 
     def on_ready(status: dict[str, Any]) -> None:
         if args.json_status:

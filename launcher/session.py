@@ -23,7 +23,7 @@ def open_session(program: str, args: argparse.Namespace, **defaults: int | str) 
     with ExitStack() as stack:
         endpoint = args.endpoint
         if endpoint is None:
-            config = daemon_config(args, chosen_model(args)[0], **defaults)
+            config = daemon_config(args, chosen_model(args), **defaults)
             display = stack.enter_context(ProgressDisplay(program))
             endpoint = stack.enter_context(PrivateDaemon(config, progress=display)).endpoint
         else:

@@ -55,8 +55,7 @@ def build_parser() -> Parser:
 
 
 def open_tokenizer(args: argparse.Namespace) -> Tokenizer:
-    path, _ = chosen_model(args)
-    with ModelFile.open(path) as model:
+    with ModelFile.open(chosen_model(args)) as model:
         return Tokenizer.from_model_file(model)
 
 
