@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +53,13 @@ def on(kind: type[Any], change: Callable[[Any], Op | None]) -> Edit:
     return lambda op: change(op) if isinstance(op, kind) else op
 
 
-@cache
-def _route() -> Any:
-    return reference_ops.route
+ROUTE = reference_ops.route
 
 
 def _biased_mix(logits: Any, used: int, **given: Any) -> Any:
-    ids, _ = _route()(logits, used, **given)
-    biased = np.log(1 / (1 / (reference_ops.sigmoid(logits) + given["bias"]).clip(1e-3, 0.999) - 1))
-    _, mix = _route()(biased, used, **(given | {"bias": given["bias"] * 0}))
-    return ids, mix
+    ids, _ = ROUTE(logits, used, **given)
+    mix = np.take_along_axis(reference_ops.sigmoid(logits) + given["bias"], ids, axis=1)
+    return ids, mix / mix.sum(axis=1, keepdims=True) * logits.dtype.type(given["scale"])
 
 
 def _best_of_group(logits: Any, used: int, **given: Any) -> Any:
@@ -75,7 +71,7 @@ def _best_of_group(logits: Any, used: int, **given: Any) -> Any:
     np.put_along_axis(kept, stay, True, axis=1)
     barred = np.where(np.repeat(kept, groups.shape[2], axis=1), 0, -100.0).astype(logits.dtype)
     rows = [
-        _route()(logits[r : r + 1], used, **(given | {"groups": 1, "bias": given["bias"] + barred[r]}))
+        ROUTE(logits[r : r + 1], used, **(given | {"groups": 1, "bias": given["bias"] + barred[r]}))
         for r in range(len(logits))
     ]
     return np.concatenate([ids for ids, _ in rows]), np.concatenate([mix for _, mix in rows])
@@ -142,7 +138,7 @@ REFERENCE_FAULTS: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "scores of the next expert": (
         "qwen3moe",
         "route",
-        lambda logits, used, **g: _route()(np.roll(logits, 1, 1), used, **g),
+        lambda logits, used, **g: ROUTE(np.roll(logits, 1, 1), used, **g),
     ),
 }
 

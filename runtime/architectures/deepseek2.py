@@ -127,6 +127,8 @@ def _log_multiplier(model: ModelFile) -> float:
     """How much attention is sharpened with the logarithm of the context's stretching (the models' mscale_all_dim).
     Converters store a tenth of it, as float32."""
     stored = model.hyper("rope.scaling.yarn_log_multiplier", float, 0.0)
+    if abs(stored) > 10.0:
+        raise refuse(model, "rope.scaling.yarn_log_multiplier", stored, "a tenth of a small number")
     return float(np.float32(stored) / np.float32(0.1))
 
 

@@ -21,6 +21,8 @@ from bloomery.runtime.model_file import ModelFile
 BETA_FAST = 32.0
 BETA_SLOW = 1.0
 
+MOST_DIMENSIONS = 1 << 16  # of a head; keeps a damaged key from asking for gigabytes
+
 
 @dataclass(frozen=True)
 class Rotary:
@@ -45,25 +47,25 @@ def read_rotary(model: ModelFile, dimensions: int, *, yarn_grows: bool = True) -
     kind = model.hyper("rope.scaling.type", str, "linear")
     if kind not in ("none", "linear", "yarn"):
         raise refuse(model, "rope.scaling.type", kind, "none, linear or yarn")
-    if dimensions <= 0 or dimensions % 2:
-        raise refuse(model, "rope.dimension_count", dimensions, "a positive even number")
+    if not 0 < dimensions <= MOST_DIMENSIONS or dimensions % 2:
+        raise refuse(model, "rope.dimension_count", dimensions, f"an even number up to {MOST_DIMENSIONS}")
     stated = model.hyper("rope.scaling.factor", float, 0.0) or model.hyper("rope.scale_linear", float, 0.0)
     factor = 1.0 if kind == "none" or stated == 0.0 else stated
-    if not (base > 0 and math.isfinite(base) and factor > 0 and math.isfinite(factor)):
-        raise ModelFileError(
-            f"{model.path}: {model.architecture}.rope: freq_base {base} and scaling.factor {factor}; "
-            "expected positive numbers",
-            "the file is damaged or was written by a faulty converter",
-        )
+    if base <= 1.0:
+        raise refuse(model, "rope.freq_base", base, "a number above 1")
+    if factor <= 0.0:
+        raise refuse(model, "rope.scaling.factor", factor, "a positive number")
 
     pairs = np.arange(dimensions // 2)
     plain = base ** (-2.0 * pairs / dimensions)
     if model.has("rope_freqs.weight"):
-        plain = plain / model.tensor("rope_freqs.weight", (dimensions // 2,)).dequantise(np.float64)
+        plain = plain / _frequency_factors(model, dimensions // 2)
     stretched = plain / factor
     magnitude = model.hyper("rope.scaling.attn_factor", float, 1.0)
     if kind == "yarn":
         original = model.hyper("rope.scaling.original_context_length", int, 0) or model.hyper("context_length", int)
+        if original <= 0:
+            raise refuse(model, "rope.scaling.original_context_length", original, "a positive number")
         keep = yarn_kept_share(dimensions, base, original)
         frequencies = stretched * (1.0 - keep) + plain * keep
         if yarn_grows and factor > 1.0:
@@ -83,3 +85,14 @@ def yarn_kept_share(dimensions: int, base: float, original_context: int) -> NDAr
     high = min(dimensions - 1.0, math.ceil(pair_with_rotations(BETA_SLOW)))
     ramp = (np.arange(dimensions // 2) - low) / max(0.001, high - low)
     return np.asarray(1.0 - np.clip(ramp, 0.0, 1.0), dtype=np.float64)
+
+
+def _frequency_factors(model: ModelFile, pairs: int) -> NDArray[np.float64]:
+    factors = model.tensor("rope_freqs.weight", (pairs,)).dequantise(np.float64)
+    if not (np.isfinite(factors).all() and (factors > 0).all()):
+        raise ModelFileError(
+            f"{model.path}: tensor rope_freqs.weight has factors from {factors.min()} to {factors.max()}, "
+            "expected positive numbers",
+            "the file is damaged or was written by a faulty converter",
+        )
+    return np.asarray(factors, dtype=np.float64)
