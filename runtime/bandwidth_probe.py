@@ -6,6 +6,7 @@ the latency of a dependent load, and the disk. Does not know what the figures ar
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -94,6 +95,10 @@ def probe_bandwidth(
     begin = time.monotonic()
     if disk_file is not None and not disk_file.is_file():
         raise BloomeryError(f"{disk_file}: is not a file", "name a file for the disk's rate, or leave the option out")
+    folder = folder or Path.cwd()
+    if disk and disk_file is None and not os.access(folder, os.W_OK):
+        message = f"{folder}: no file can be made here to measure the disk with"
+        raise BloomeryError(message, "name an existing one with --disk-file, or leave the disk out with --no-disk")
     topology = Topology.read().within(affinity_mask())
     count = min(processes or default_processes(), len(topology.cores))
     cpus = topology.pin_order()[:count]
@@ -106,7 +111,7 @@ def probe_bandwidth(
     rate = None
     if disk:
         with ExitStack() as stack:
-            path = disk_file or stack.enter_context(made_file(folder or Path.cwd(), progress))
+            path = disk_file or stack.enter_context(made_file(folder, progress))
             rate = disk_read_rate(path, progress)
     return BandwidthReport(reads, nodes, rate, nbytes, cache, time.monotonic() - begin)
 

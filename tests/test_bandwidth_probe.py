@@ -135,6 +135,15 @@ def test_disk_errors_name_the_file(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_a_folder_without_write_access_is_noticed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the memory is measured; os.access is replaced since the tests may run as root, who may write anywhere."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    begin = time.monotonic()
+    with pytest.raises(BloomeryError, match="no file can be made here") as caught:
+        probe_bandwidth(folder=tmp_path)
+    assert "--no-disk" in caught.value.hint and time.monotonic() - begin < 1
+
+
 def test_plot_draws_a_picture(report: BandwidthReport, tmp_path: Path) -> None:
     for suffix, magic in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
         probe.plot_bandwidth(tmp_path / f"p{suffix}", report)
