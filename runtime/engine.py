@@ -278,7 +278,7 @@ class Engine:
         if prompt:
             with self._lock:
                 self._step_of = tuple(sequence for sequence, _ in parts)
-                if all(sequence.interrupted for sequence in self._step_of):
+                if self._closed or all(sequence.interrupted for sequence in self._step_of):
                     self._step_of = ()
                     return None
         try:

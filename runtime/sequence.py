@@ -191,7 +191,7 @@ class Sequence:
     def final(self, reason: FinishReason) -> Final:
         now = time.perf_counter()
         started = self.admitted if self.slot else now
-        prompt_done = max(self.prompt_done, started) if self.slot else now
+        prompt_done = now if self.slot is None or self.prompt_left else self.prompt_done
         return Final(
             self.request_id,
             reason,

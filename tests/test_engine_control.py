@@ -45,6 +45,7 @@ def test_a_long_prompt_step_is_cut_short_by_its_abort() -> None:
         client.engine.abort(request_id)
         final = client.wait(request_id)
         assert isinstance(final, Final) and final.reason == "aborted" and not gate.open.is_set()
+        assert final.prompt_seconds > 0 and final.generate_seconds == 0
         assert executor.history == [] and client.engine.metrics()["aborted_steps"] == 1
         gate.open.set()
         again = client.submit(max_tokens=3)
