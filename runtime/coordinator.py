@@ -70,13 +70,12 @@ def run_daemon(
     from bloomery.runtime.placement import chosen_plan
 
     chosen_plan(config.plan)
-    stop = StopSwitch()
-    if config.exit_with_parent:
-        end_with_parent(os.getppid() if parent is None else parent, stop.pull)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     sweep()
     with ExitStack() as stack:
-        stack.enter_context(stop)
+        stop = stack.enter_context(StopSwitch())
+        if config.exit_with_parent:
+            end_with_parent(os.getppid() if parent is None else parent, stop.pull)
         stack.callback(unlink_owned, owner_name())
         try:
             Daemon(config, stop, progress, stack).run(on_ready)
