@@ -20,9 +20,10 @@ Ids = NDArray[np.intp]
 
 SEEDS = 2**32
 _LARGEST = 1e6  # temperature, penalty or bias: beyond any use, and far below what float32 holds
-_BLOCK = 128  # logits a block in `top_ids`: block maxima of the largest vocabularies still fit the first-level cache
+_GROUP = 128  # scores of which `at_least` takes the greatest
 _NUCLEUS = 1024  # logits that top-p sorts before it sorts them all
-_PICK_BLOCK = 1024
+_PICK_BLOCK = 1024  # weights of a block in `pick`
+_TINY = math.nextafter(0.0, 1.0)  # never reached by nothing: keeps `pick` from weights of zero
 _FEW = 512  # penalty windows up to this size are counted by sorting, longer ones by a table over the vocabulary
 
 
@@ -132,14 +133,17 @@ class Sampler:
 def pick(weights: Row, uniform: float) -> int:
     """Index of the first weight at which the cumulated weights (float64) reach `uniform` (in [0, 1)) times their total;
     never a weight of zero. Block sums first: a full float64 cumulation of a large vocabulary costs milliseconds."""
+    if len(weights) <= _PICK_BLOCK:
+        cumulated = np.cumsum(weights, dtype=np.float64)
+        return int(np.searchsorted(cumulated, max(uniform * cumulated[-1], _TINY)))
     starts = np.arange(0, len(weights), _PICK_BLOCK)
     sums = np.cumsum(np.add.reduceat(weights, starts, dtype=np.float64))
-    wanted = max(uniform * sums[-1], math.nextafter(0.0, 1.0))
+    wanted = max(uniform * sums[-1], _TINY)
     block = int(np.searchsorted(sums, wanted))
     first = block * _PICK_BLOCK
     inside = np.cumsum(weights[first : first + _PICK_BLOCK], dtype=np.float64)
     wanted -= sums[block - 1] if block else 0.0
-    return first + int(np.searchsorted(inside, min(max(wanted, math.nextafter(0.0, 1.0)), inside[-1])))
+    return first + int(np.searchsorted(inside, min(max(wanted, _TINY), inside[-1])))
 
 
 def exp_below(values: Row, best: float) -> Row:
@@ -148,11 +152,11 @@ def exp_below(values: Row, best: float) -> Row:
 
 
 def at_least(scores: Row, count: int) -> np.float32:
-    """A bound that at least `count` scores reach, and few more: the count-th greatest of the maxima of blocks, if there
-    are enough blocks, else the count-th greatest score."""
-    blocks = len(scores) // _BLOCK
-    if count < blocks:
-        scores = scores[: blocks * _BLOCK].reshape(blocks, _BLOCK).max(axis=1)
+    """A bound that at least `count` scores reach, and few more: the count-th greatest of the maxima of as many disjoint
+    groups of scores as there are, if there are enough, else the count-th greatest score."""
+    groups = len(scores) // _GROUP
+    if count < groups:
+        scores = scores[: groups * _GROUP].reshape(_GROUP, groups).max(axis=0)
     place = len(scores) - count
     return np.float32(np.partition(scores, place)[place])
 
