@@ -328,7 +328,7 @@ class Engine:
     def _recover(self, error: WorkerLost) -> None:
         log.error("a worker was lost: %s", error)
         self._recovering = True
-        self._end_running(RequestError("worker_lost", error.message, error.hint or "send the request again"))
+        self._end_running(RequestError("worker_lost", error.message, "it is being replaced: send the request again"))
         try:
             self._executor.recover()
             self._counters.recoveries += 1

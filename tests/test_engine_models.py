@@ -7,13 +7,16 @@ that start anew after a copy.
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from engine_client import Client, exhaust
+from engine_client import Client, exhaust, running
 from numpy.typing import NDArray
 from oracle_data import trained_file
 
@@ -24,7 +27,7 @@ from bloomery.runtime.executor import StepExecutor
 from bloomery.runtime.host_pool import HostPool
 from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.reference import ReferenceExecutor
-from bloomery.runtime.requests import Chunk, GenerationRequest, SamplingParameters
+from bloomery.runtime.requests import Chunk, Failed, GenerationRequest, SamplingParameters
 from bloomery.runtime.tokenizer import Tokenizer
 
 CONTEXT, SLOTS = 256, 3
@@ -172,3 +175,25 @@ def test_stop_strings_and_text_of_a_real_vocabulary(parts: Parts) -> None:
     assert stopped.text == free.text[: free.text.index(stop)]
     assert client.final(bytes(16)).reason == "stop" and client.final(bytes(16)).stop == stop
     assert stopped.tokens == free.tokens[: len(stopped.tokens)]
+
+
+def test_a_killed_worker_costs_the_running_requests_and_nothing_else(parts: Parts) -> None:
+    if not isinstance(parts.executor, HostPool):
+        pytest.skip("the reference has no workers")
+    client = parts.client()
+    [before] = run(parts, [asked(0, TEXT)], client)
+    with running(client):
+        doomed = [asked(1, TEXT, max_tokens=200), asked(2, TEXT[:50], max_tokens=200), asked(3, "Iron", max_tokens=200)]
+        for request in [*doomed, asked(4, TEXT)]:
+            client.submit_request(request)
+        while len(client.tokens(doomed[2].request_id)) < 3:
+            time.sleep(0.001)
+        killed = time.monotonic()
+        os.kill(parts.executor.statistics()["pids"][0], signal.SIGKILL)
+        ends = [client.wait(request.request_id) for request in doomed]
+        assert time.monotonic() - killed < 2
+        assert all(isinstance(end, Failed) and end.code == "worker_lost" for end in ends)
+        client.wait(asked(4, "").request_id)
+    after = outcome(client, asked(4, "").request_id)
+    assert after.cached == len(parts.tokenizer.encode(TEXT)) - 1, "what was cached before is still there"
+    assert equal(parts)(after, before)
