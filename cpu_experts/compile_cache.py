@@ -150,15 +150,10 @@ def _load(path: Path) -> tuple[Any, int] | None:
     if hashlib.sha256(body).digest() != checksum:
         return None
     head, _, machine_code = body.partition(b"\n")
-    engine = _engine()
+    rtsys.initialize(cpu_target.target_context)  # Numba's wrapper of a C function names symbols of its runtime
+    # An engine for each kernel: inner functions of kernels that other processes compiled may have the same names.
+    machine = llvm.Target.from_default_triple().create_target_machine()
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
     engine.add_object_file(llvm.ObjectFileRef.from_data(machine_code))
     engine.finalize_object()
-    return engine, int(engine.get_function_address(json.loads(head)[0]))
-
-
-@functools.cache
-def _engine() -> Any:
-    """Links machine code from the cache. Kept apart from Numba's own engine, which wants bitcode beside it."""
-    rtsys.initialize(cpu_target.target_context)  # Numba's wrapper of a C function names symbols of its runtime
-    machine = llvm.Target.from_default_triple().create_target_machine()
-    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    return (engine, machine_code), int(engine.get_function_address(json.loads(head)[0]))
