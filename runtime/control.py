@@ -30,7 +30,7 @@ class ControlSocket:
         self._methods = {"ping": lambda: None, **methods}
         self._router = Router(endpoint, MAX_MESSAGE)
         self.endpoint = self._router.endpoint
-        self._router.start("bloomery-control", self._receive, lambda: None, lambda: None, IDLE_S)
+        self._router.start("bloomery-control", self._receive, lambda: None, lambda: None, lambda: IDLE_S)
 
     def close(self) -> None:
         """Ends the thread and removes the socket; answers that are under way are still sent."""

@@ -89,6 +89,7 @@ class StopSwitch:
 
     def __init__(self) -> None:
         self.pulled = threading.Event()
+        self.pulls = 0
         self._loading = False
         self._previous: dict[int, Any] = {}
 
@@ -122,6 +123,7 @@ class StopSwitch:
             raise Stopped
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.pulls += 1
         self.pulled.set()
         if self._loading:
             self._loading = False  # a second signal must not interrupt the cleaning up after the first
@@ -262,16 +264,22 @@ class Daemon:
         thread.start()
 
     def _wait(self) -> None:
-        """Until a stop, or until the engine cannot serve any more. Then gives running requests a moment to finish."""
+        """Until a stop, or until the engine cannot serve any more. Running requests then get a moment to finish, or all
+        the time they need after a drain."""
         engine = self._engine
         assert engine is not None
         while not self._stop.pulled.wait(CHECK_SECONDS):
             if engine.state == "failed":
                 raise WorkerLost(str(engine.status()["error"]), "restart the daemon")
+        drained = self._state.state == "draining"
         self._state.state = "stopping"
         self._service.refuse_new()
         engine.drain()
-        engine.wait_idle(DRAIN_SECONDS)
+        if drained:  # the operator wants what runs to finish, until told otherwise
+            while self._stop.pulls < 2 and not engine.wait_idle(CHECK_SECONDS):
+                pass
+        else:
+            engine.wait_idle(DRAIN_SECONDS)
 
     def _drain(self) -> None:
         """The control method: running requests finish, new ones are refused; the daemon stays until it is stopped."""

@@ -64,11 +64,12 @@ class Router:
         receive: Callable[[bytes, Sequence[Frame]], None],
         after: Callable[[], None],
         tick: Callable[[], None],
-        tick_s: float,
+        interval: Callable[[], float],
     ) -> None:
         """Starts the thread: `receive(client, frames)` for every message, `after()` once what had piled up is done,
-        `tick()` every `tick_s` seconds or more often."""
-        self._thread = threading.Thread(target=self._run, args=(receive, after, tick, tick_s), name=name, daemon=True)
+        `tick()` every `interval()` seconds."""
+        loop = partial(self._run, receive, after, tick, interval)
+        self._thread = threading.Thread(target=loop, name=name, daemon=True)
         self._thread.start()
 
     def post(self, task: Callable[[], object]) -> None:
@@ -115,22 +116,23 @@ class Router:
         receive: Callable[[bytes, Sequence[Frame]], None],
         after: Callable[[], None],
         tick: Callable[[], None],
-        tick_s: float,
+        interval: Callable[[], float],
     ) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
-        due = time.monotonic() + tick_s
+        ticked = time.monotonic()
         while not self._stopping:
-            poller.poll(max(1, int((due - time.monotonic()) * 1000)))
+            left = ticked + interval() - time.monotonic()
+            poller.poll(max(1, int(left * 1000)))
             self._rung = False
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
             self._receive(receive)
             self._run_posted()
             self._guarded(after)
-            if time.monotonic() >= due:
-                due = time.monotonic() + tick_s
+            if time.monotonic() - ticked >= interval():
+                ticked = time.monotonic()
                 self._guarded(tick)
 
     def _receive(self, receive: Callable[[bytes, Sequence[Frame]], None]) -> None:

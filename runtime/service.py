@@ -44,6 +44,7 @@ from bloomery.runtime.utility_calls import UtilityCalls, Workbench, as_request_e
 log = logging.getLogger(__name__)
 
 TICK_S = 0.05
+IDLE_TICK_S = 1.0
 IDLE_PING_HEARTBEATS = 10
 CLIENT_NAME_CHARACTERS = 60
 UNLIMITED = 2**31 - 1
@@ -115,7 +116,7 @@ class Service:
             Kind.PING: lambda session, request_id, _: self._send(session.client, Message(Kind.PONG, request_id)),
             Kind.PONG: lambda *_: None,
         }
-        self._router.start("bloomery-service", self._receive, self._flush, self._tick, TICK_S)
+        self._router.start("bloomery-service", self._receive, self._flush, self._tick, self._interval)
 
     # ---- any thread ----
 
@@ -226,7 +227,9 @@ class Service:
 
     def _on_abort(self, session: Session, request_id: bytes, body: dict[str, Any]) -> None:
         if running := session.requests.get(request_id):
-            running.outflow.grant(UNLIMITED)  # the client wants the end now, not when it has granted credit for the rest
+            running.outflow.grant(
+                UNLIMITED
+            )  # the client wants the end now, not when it has granted credit for the rest
             self._dirty[running.internal] = running
             self._cancel(running)
 
@@ -290,7 +293,12 @@ class Service:
         for running in dirty.values():
             if running.internal not in self._running:
                 continue
-            sent = running.outflow.flush()
+            try:
+                sent = running.outflow.flush()
+            except Exception as error:  # an event that cannot be packed must not leave its client waiting
+                log.exception("an event could not be sent")
+                self._fail(running, RequestError("internal", f"an event could not be sent: {error}"))
+                continue
             if sent is Sent.GONE:
                 self._forget(running.session)
             elif running.outflow.done:
@@ -298,12 +306,15 @@ class Service:
             elif running.outflow.overfull is not running.on_hold:
                 self._hold(running)
 
+    def _interval(self) -> float:
+        return TICK_S if self._running else IDLE_TICK_S
+
     def _tick(self) -> None:
         now = time.monotonic()
         for running in list(self._running.values()):
-            reason = running.outflow.stalled()
-            if reason:
-                self._stall(running, reason)
+            if reason := running.outflow.stalled():
+                message = f"the request was ended: {reason}"
+                self._fail(running, RequestError("client_stalled", message, "grant credit as chunks are read"))
             elif running.outflow.blocked:
                 self._dirty[running.internal] = running
         for session in list(self._sessions.values()):
@@ -329,9 +340,9 @@ class Service:
             self._forget(session)
         return sent
 
-    def _stall(self, running: Running, reason: str) -> None:
-        self._counters["failed_client_stalled"] += 1
-        error = RequestError("client_stalled", f"the request was ended: {reason}", "grant credit as chunks are read")
+    def _fail(self, running: Running, error: RequestError) -> None:
+        """Ends a request from this side."""
+        self._counters[f"failed_{error.code}"] += 1
         self._cancel(running)
         self._drop(running)
         self._send(running.session.client, error_message(running.request_id, error))
@@ -363,9 +374,7 @@ class Service:
         self._flush()
         error = RequestError("shutting_down", "the daemon was shut down")
         for running in list(self._running.values()):
-            self._cancel(running)
-            self._drop(running)
-            self._send(running.session.client, error_message(running.request_id, error))
+            self._fail(running, error)
 
 
 def _renamed(request: GenerationRequest, request_id: bytes) -> GenerationRequest:

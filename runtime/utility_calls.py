@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PENDING_LIMIT = 1024
+RESERVED_VARIABLES = ("messages", "self", "add_generation_prompt")
 
 TOKENIZE_SCHEMA = Schema(
     "tokenize",
@@ -86,8 +87,12 @@ class UtilityCalls:
     ) -> dict[str, Any]:
         if self._template is None:
             raise RequestError("unsupported", "the model file has no chat template", "send text or tokens")
-        variables = {name: value for name, value in template_variables.items() if name != "messages"}
-        rendered = self._template.render(list(messages), add_generation_prompt=add_generation_prompt, **variables)
+        for name in template_variables:
+            if name in RESERVED_VARIABLES:
+                field = "arguments.template_variables"
+                raise RequestError("invalid_request", f"field {field}: the name {name} is reserved", field=field)
+        render = self._template.render
+        rendered = render(list(messages), add_generation_prompt=add_generation_prompt, **template_variables)
         return {"text": rendered}
 
 

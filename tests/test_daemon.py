@@ -416,6 +416,19 @@ def test_drain_finishes_what_runs_and_refuses_what_comes() -> None:
         process.communicate(timeout=20)
 
 
+def test_shutdown_after_drain_lets_everything_finish_until_told_again() -> None:
+    with child(CONFIG) as (process, ready), ControlClient(ready["control"]) as control:
+        with Client(ready["endpoint"]) as client:
+            streams = [client.generate(greedy(1000), timeout=SECONDS) for _ in range(2)]
+            assert all(isinstance(next(stream), Admitted) for stream in streams)
+            control.drain()
+            control.shutdown()
+            last = list(streams[0])[-1]
+            assert isinstance(last, Final) and last.generated_tokens == 1000
+        process.communicate(timeout=20)
+        assert process.returncode == 0
+
+
 @pytest.mark.parametrize("delay", [0.0, 0.2, 0.5, 1.0])
 def test_sigterm_while_loading(delay: float, tmp_path: Path) -> None:
     process = start_child(replace(CONFIG, endpoint=f"ipc://{tmp_path}/d"))
