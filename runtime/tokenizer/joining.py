@@ -106,10 +106,48 @@ def _join_in_rounds(data: bytes, starts: list[int], ranks: Mapping[bytes, int]) 
             kinds.ranks_of(joined[meanwhile], symbols[meanwhile + 2]).min(initial=NO_RANK) <= best
             or kinds.ranks_of(afterwards[:-1], afterwards[1:]).min(initial=NO_RANK) <= best
         ):
-            break
+            grown = _grow_runs(symbols, hits, int(best), kinds)
+            if grown is None:
+                break
+            afterwards, keep = grown
         symbols, places = afterwards, places[keep]
     result: list[int] = places.tolist()
     return result
+
+
+def _grow_runs(
+    symbols: NDArray[np.int64], hits: NDArray[np.int64], best: int, kinds: _Kinds
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]] | None:
+    """The symbols after a round in which a joined pair at once goes on with the next symbol, because that rank is as
+    good (runs of blanks, whose tokens all have one score), and which of the symbols before are still there.
+
+    Only for runs of one symbol, which are filled with the longest token from left to right. None if this is not the
+    case, or if another pair would come in between.
+    """
+    symbol = symbols[hits[0]]
+    if (symbols[hits] != symbol).any() or (symbols[hits + 1] != symbol).any():
+        return None
+    text, longest = kinds.texts[symbol], 2
+    while kinds.rank(text * (longest + 1)) == best:
+        longest += 1
+    inside = np.zeros(symbols.size, dtype=bool)
+    inside[hits] = inside[hits + 1] = True
+    first = inside & ~np.concatenate([[False], inside[:-1]])
+    last = inside & ~np.concatenate([inside[1:], [False]])
+    before = [kinds.texts[kind] for kind in set(symbols[np.flatnonzero(first[1:])].tolist())]
+    after = [kinds.texts[kind] for kind in set(symbols[np.flatnonzero(last[:-1]) + 1].tolist())]
+    filled = text * longest
+    between = [filled + text, *(filled + text * length for length in range(2, longest + 1))]
+    between += [left + text * length for left in before for length in range(2, longest + 1)]
+    between += [text * length + right for right in after for length in range(2, longest + 1)]
+    if min(map(kinds.rank, between)) <= best:
+        return None
+    place = np.arange(symbols.size) - np.maximum.accumulate(np.where(first, np.arange(symbols.size), 0))
+    keep = ~inside | (place % longest == 0)
+    lengths = np.bincount(np.cumsum(first)[inside])[np.cumsum(first)] - place  # symbols of the run from here on
+    numbers = np.array([0, *(kinds.number(text * length) for length in range(1, longest + 1))])
+    grown = np.where(inside, numbers[np.clip(lengths, 0, longest)], symbols)
+    return grown[keep], keep
 
 
 class _Kinds:
@@ -127,13 +165,16 @@ class _Kinds:
             self.texts.append(text)
         return number
 
+    def rank(self, text: bytes) -> int:
+        return self._ranks.get(text, NO_RANK)
+
     def joined(self, left: NDArray[np.int64], right: NDArray[np.int64]) -> NDArray[np.int64]:
         """Numbers of the joined texts."""
         return self._of_pairs(left, right, [self.number(a + b) for a, b in self._present(left, right)])
 
     def ranks_of(self, left: NDArray[np.int64], right: NDArray[np.int64]) -> NDArray[np.int64]:
         """Ranks of the joined texts, NO_RANK for those without."""
-        return self._of_pairs(left, right, [self._ranks.get(a + b, NO_RANK) for a, b in self._present(left, right)])
+        return self._of_pairs(left, right, [self.rank(a + b) for a, b in self._present(left, right)])
 
     def _present(self, left: NDArray[np.int64], right: NDArray[np.int64]) -> list[tuple[bytes, bytes]]:
         pairs = np.flatnonzero(np.bincount(left * MAX_KINDS + right))
