@@ -244,7 +244,7 @@ class HostPool:
 
     def _refuse_if_lost(self) -> None:
         if self._lost:
-            raise WorkerLost(self._lost, "the pool must recover before it can run steps")
+            raise WorkerLost(self._lost, "the pool replaces its workers; send the request again")
 
     def _drill(self) -> None:
         """A step without rows: proves that all ranks wake up, meet at their barriers and report."""

@@ -33,7 +33,12 @@ class Child:
             env={**os.environ, **environment},
         )
         self.pid = self._process.pid
-        self.descriptor = os.pidfd_open(self.pid)
+        try:
+            self.descriptor = os.pidfd_open(self.pid)
+        except OSError:
+            self._process.kill()
+            self._process.communicate()
+            raise
         assert self._process.stderr is not None
         self._words: deque[bytes] = deque()
         self._reader = threading.Thread(

@@ -14,7 +14,7 @@ from typing import Any
 import zmq
 
 from bloomery.runtime.arena import Arena, Lowered
-from bloomery.runtime.errors import WorkerLost
+from bloomery.runtime.errors import BloomeryError, PlanError, WorkerLost
 from bloomery.runtime.process_tree import Child, DeathWatch
 from bloomery.runtime.runtime_files import socket_path
 from bloomery.runtime.worker_messages import DOORBELL, WorkerStart, decode, encode, error_of, lowered_of
@@ -39,9 +39,10 @@ class WorkerGroup:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._children: list[Child] = []
         try:
-            self._socket.bind(f"ipc://{self._path}")
+            self._bind()
             self._starts = [replace(start, endpoint=f"ipc://{self._path}") for start in starts]
-            self._children = [_spawn(start) for start in self._starts]
+            for start in self._starts:
+                self._children.append(_spawn(start))
         except BaseException:
             self.end(0.0)
             raise
@@ -102,9 +103,10 @@ class WorkerGroup:
         """Starts a new process in the place of each dead one and attaches it; the others are not touched."""
         dead = self.dead()
         for rank in dead:
-            self._children[rank].release()
             self._starts[rank] = replace(self._starts[rank], generation=self._starts[rank].generation + 1)
-            self._children[rank] = _spawn(self._starts[rank])
+            successor = _spawn(self._starts[rank])
+            self._children[rank].release()
+            self._children[rank] = successor
         self._watch = DeathWatch(self._children)
         for rank, hello in self.hellos(dead).items():
             if lowered_of(hello) != lowered:
@@ -125,6 +127,15 @@ class WorkerGroup:
         self._children = []
         self._context.destroy(linger=0)
         self._path.unlink(missing_ok=True)
+
+    def _bind(self) -> None:
+        try:
+            self._socket.bind(f"ipc://{self._path}")
+        except zmq.ZMQError as error:
+            raise BloomeryError(
+                f"cannot bind the workers' socket {self._path}: {error.strerror}",
+                "set XDG_RUNTIME_DIR to a directory on a local file system",
+            ) from error
 
     def _send(self, rank: int, message: bytes) -> None:
         try:
@@ -180,4 +191,10 @@ class WorkerGroup:
 def _spawn(start: WorkerStart) -> Child:
     # NumPy's BLAS would start a thread for each core in every worker, which no kernel uses.
     threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    return Child(MODULE, [start.to_json()], threads)
+    try:
+        return Child(MODULE, [start.to_json()], threads)
+    except OSError as error:
+        raise PlanError(
+            f"cannot start CPU-expert worker {start.rank} of {start.shape.processes}: {error.strerror}",
+            "start fewer (--threads), or raise the limits on processes, memory and open files (ulimit -u, -v, -n)",
+        ) from error

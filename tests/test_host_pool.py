@@ -177,6 +177,13 @@ def test_what_a_worker_cannot_start_with_reaches_the_caller(
     assert not worker_children() and not left_behind()
 
 
+def test_a_process_that_cannot_be_started_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    with pytest.raises(PlanError, match="cannot start CPU-expert worker 0 of 2: No such file"):
+        start_pool(2)
+    assert not left_behind()
+
+
 @pytest.mark.parametrize(
     ("field", "values"),
     [
@@ -254,7 +261,7 @@ def test_close_leaves_nothing_and_may_be_called_twice() -> None:
     assert [name for name in left_behind() if name.endswith("-cache")]
     begun = time.monotonic()
     pool.close()
-    assert time.monotonic() - begun < 2.0
+    assert time.monotonic() - begun < 4.0  # after two seconds those left are killed
     pool.close()
     assert not [child for child in worker_children() if child.pid in pool.statistics()["pids"]]
     with pytest.raises(WorkerLost, match="the pool is closed"):
