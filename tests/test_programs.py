@@ -309,6 +309,14 @@ def test_chat_without_arguments_says_what_the_demo_model_is() -> None:
     assert left_behind() <= before
 
 
+def test_plain_chat_continues_the_text_of_all_turns(demo_daemon: Daemon) -> None:
+    options = ("--endpoint", demo_daemon.endpoint, "-n", "8")
+    chat = run("chat", *options, "--plain", "--temp", "0", text=f"{PROMPT}\nimport os\n")
+    first = run_json("generate", *options, "--prompt", PROMPT)["text"]
+    second = run_json("generate", *options, "--prompt", f"{PROMPT}{first}\n\nimport os")["text"]
+    assert chat.stdout == f"{first}\n{second}\n"
+
+
 def test_interrupt_ends_the_answer_and_not_the_chat(demo_daemon: Daemon) -> None:
     command = program("chat", "--endpoint", demo_daemon.endpoint, "--temp", "0", "-n", "900", "-v")
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
