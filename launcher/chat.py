@@ -183,7 +183,7 @@ def run(args: argparse.Namespace) -> int:
     with open_session(PROGRAM, args, slots=1) as client:
         if not (settings.plain or client.facts.chat_template):
             raise UsageError(f"{client.facts.name} has no chat template", "--plain lets it continue your text")
-        chat = Chat(Conversation(client, settings, args.system), args.verbose)
+        chat = Chat(Conversation(client, settings, PROGRAM, args.system), args.verbose)
         if args.prompt is not None:
             if not args.prompt.strip():
                 raise UsageError("--prompt is empty", "give a question")

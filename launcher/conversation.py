@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
+from bloomery.launcher.progress import ProgressDisplay
 from bloomery.runtime.client import Client, Generation
 from bloomery.runtime.completion import CompletionBuilder, new_request_id
-from bloomery.runtime.requests import Chunk, Final, GenerationRequest, SamplingParameters
+from bloomery.runtime.requests import Chunk, Final, GenerationRequest, Progress, SamplingParameters
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,11 @@ class AnswerSettings:
 
 @dataclass
 class Conversation:
+    """`program` is who reports the progress of a long prompt."""
+
     client: Client
     settings: AnswerSettings
+    program: str
     system: str = ""
     turns: list[dict[str, Any]] = field(default_factory=list)
 
@@ -75,11 +79,17 @@ class Conversation:
             stop=self.settings.stop,
         )
         builder = CompletionBuilder()
-        with self.client.generate(request) as events, interrupt_aborts(events):
+        with (
+            self.client.generate(request) as events,
+            interrupt_aborts(events),
+            ProgressDisplay(self.program) as display,
+        ):
             for event in events:
                 builder.add(event)
                 if isinstance(event, Chunk) and event.text:
                     write(event.text)
+                elif isinstance(event, Progress):
+                    display("prompt tokens", event.processed, event.total)
         answer = builder.result()
         self.turns.append({"role": "assistant", "content": answer.text})
         return answer.final

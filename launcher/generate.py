@@ -19,11 +19,12 @@ from bloomery.launcher.command_line import (
     run_program,
     token_list,
 )
+from bloomery.launcher.progress import ProgressDisplay
 from bloomery.launcher.sampling_options import add_sampling_options, sampling_parameters
 from bloomery.launcher.session import open_session
 from bloomery.runtime.client import Client
 from bloomery.runtime.completion import Completion, CompletionBuilder, new_request_id
-from bloomery.runtime.requests import Chunk, GenerationRequest, SamplingParameters
+from bloomery.runtime.requests import Chunk, GenerationRequest, Progress, SamplingParameters
 
 PROGRAM = "bloomery-generate"
 GREEDY = SamplingParameters(temperature=0.0)
@@ -83,11 +84,13 @@ def generate(
         logits="none" if args.logits is None else "all",
     )
     builder = CompletionBuilder()
-    with client.generate(request) as events:
+    with client.generate(request) as events, ProgressDisplay(PROGRAM) as display:
         for event in events:
             builder.add(event)
             if isinstance(event, Chunk):
                 write(event.text)
+            elif isinstance(event, Progress):
+                display("prompt tokens", event.processed, event.total)
     return builder.result()
 
 

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 QUIET_SECONDS = 1.0  # a stage that is over sooner is not mentioned
 LINE_SECONDS = 5.0  # between two plain lines
 MEBIBYTE = 1 << 20
+WORDS = {  # a daemon's stages, for people
+    "open": "open the model",
+    "compile": "compile kernels for this CPU",
+    "spawn": "start worker processes",
+}
 
 
 def amount(value: float, total: float) -> str:
@@ -46,7 +51,7 @@ class Stage:
 
     def line(self, done: int, total: int, now: float) -> str:
         """ "name 3 of 12, 1.5/s, 6 s left"; the rate is the mean since the stage began."""
-        text = f"{self.name} {amount(done, total)} of {amount(total, total)}"
+        text = f"{WORDS.get(self.name, self.name)} {amount(done, total)} of {amount(total, total)}"
         elapsed = now - self.began
         rate = (done - self.first) / elapsed if elapsed > 0 else 0.0
         if rate > 0:

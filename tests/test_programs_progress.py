@@ -32,16 +32,25 @@ def test_long_work_shows_rate_and_time_left_in_a_few_lines() -> None:
     clock, stream = Clock(), io.StringIO()
     with ProgressDisplay("bloomery-x", stream, clock) as display:
         for done in range(0, 41):
-            display("compile kernels", done, 40)
+            display("chunks", done, 40)
             clock.now += 0.5
     lines = stream.getvalue().splitlines()
     assert lines == [
-        "bloomery-x: compile kernels 2 of 40, 2/s, 19 s left",
-        "bloomery-x: compile kernels 12 of 40, 2/s, 14 s left",
-        "bloomery-x: compile kernels 22 of 40, 2/s, 9 s left",
-        "bloomery-x: compile kernels 32 of 40, 2/s, 4 s left",
-        "bloomery-x: compile kernels 40 of 40, 2/s, took 20 s",
+        "bloomery-x: chunks 2 of 40, 2/s, 19 s left",
+        "bloomery-x: chunks 12 of 40, 2/s, 14 s left",
+        "bloomery-x: chunks 22 of 40, 2/s, 9 s left",
+        "bloomery-x: chunks 32 of 40, 2/s, 4 s left",
+        "bloomery-x: chunks 40 of 40, 2/s, took 20 s",
     ]
+
+
+def test_stages_of_a_daemon_are_said_in_words() -> None:
+    clock, stream = Clock(), io.StringIO()
+    with ProgressDisplay("bloomery-x", stream, clock) as display:
+        display("compile", 0, 18)
+        clock.now += 2.0
+        display("compile", 4, 18)
+    assert stream.getvalue() == "bloomery-x: compile kernels for this CPU 4 of 18, 2/s, 7 s left\n"
 
 
 def test_work_that_was_half_done_before_counts_only_what_is_new() -> None:
