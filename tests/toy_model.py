@@ -125,13 +125,20 @@ def solo(request: GenerationRequest, context: int, seed: int) -> Solo:
         if not ended:
             shown.append(token)
         full = ended or len(tokens) == request.max_tokens or len(prompt) + len(tokens) > context
-        text = text_of(shown, full)
-        for end in range(1, len(text) + 1):
-            if found := [stop for stop in request.stop if text[:end].endswith(stop)]:
-                stop = max(found, key=len)
-                return Solo(tokens, text[: end - len(stop)], "stop", stop, logits, scores)
+        text, stop = cut_at_stop(text_of(shown, full), request.stop)
+        if stop:
+            return Solo(tokens, text, "stop", stop, logits, scores)
         if ended:
             return Solo(tokens, text, "stop", "", logits, scores)
+
+
+def cut_at_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str]:
+    """The text before the first stop string to be complete, and that stop string ("" if none)."""
+    for end in range(1, len(text) + 1):
+        if found := [stop for stop in stops if text[:end].endswith(stop)]:
+            stop = max(found, key=len)
+            return text[: end - len(stop)], stop
+    return text, ""
 
 
 def text_of(tokens: list[int], ended: bool) -> str:
