@@ -2,11 +2,11 @@
 
 Owns the cache folder, its key, and the files in it. It does not know what kernels do (`kernels`).
 
-The folder is `$BLOOMERY_CACHE/numba/<key>` or `~/.cache/bloomery/numba/<key>`. The key is a hash of every source of
-`bloomery.cpu_experts`, of the versions of Numba and llvmlite, of the CPU's name and features and of BLOOMERY_ISA: code
-compiled from other sources or for another CPU is never found. One file a kernel, written aside and renamed into place;
-a lock a kernel, so that processes that start together share the work instead of repeating it. A file that does not
-match its checksum is compiled anew.
+The folder is `$BLOOMERY_CACHE/numba/<key>`, else `bloomery/numba/<key>` in `$XDG_CACHE_HOME` or `~/.cache`. The key is
+a hash of every source of `bloomery.cpu_experts`, of the versions of Numba and llvmlite, of the CPU's name and features
+and of BLOOMERY_ISA: code compiled from other sources or for another CPU is never found. One file a kernel, written
+aside and renamed into place; a lock a kernel, so that processes that start together share the work instead of repeating
+it. A file that does not match its checksum is compiled anew.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from typing import Any, Final
 import llvmlite
 import llvmlite.binding as llvm
 import numba
-import numba.core.config
 from numba import types
+from numba.core import config as _config
 from numba.core.ccallback import CFunc
 from numba.core.registry import cpu_target
-from numba.core.runtime import rtsys
+from numba.core.runtime.nrt import rtsys
 
 from bloomery.cpu_experts.kernels import kernel_function
 from bloomery.cpu_experts.simd import host_features, refusal
 from bloomery.runtime.errors import PlanError
 
+numba_config: Any = _config
 log = logging.getLogger(__name__)
 
 _INT: Final = types.int64
@@ -60,7 +61,8 @@ def cache_key() -> str:
 @functools.cache
 def cache_folder() -> Path:
     """The folder of this key, created. Where it cannot be written, a private temporary one, which is said once."""
-    base = os.environ.get("BLOOMERY_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "bloomery")
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    base = os.environ.get("BLOOMERY_CACHE") or os.path.join(caches, "bloomery")
     folder = Path(base) / "numba" / cache_key()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,9 +71,7 @@ def cache_folder() -> Path:
         return folder
     except OSError as error:
         substitute = _temporary_folder()
-        log.warning(
-            "compiled kernels cannot be kept in %s (%s); using %s until this machine restarts", folder, error, substitute
-        )
+        log.warning("compiled kernels cannot be kept in %s (%s); using %s instead", folder, error, substitute)
         return substitute
 
 
@@ -93,7 +93,7 @@ def use_numba_cache() -> None:
     their modules are imported."""
     folder = str(cache_folder())
     os.environ["NUMBA_CACHE_DIR"] = folder
-    numba.core.config.CACHE_DIR = folder
+    numba_config.CACHE_DIR = folder
 
 
 def compile_kernel(name: str) -> int:
@@ -129,7 +129,7 @@ def _locked(path: Path) -> Iterator[None]:
 def _compile(name: str, path: Path) -> tuple[Any, int]:
     function = kernel_function(name)
     function.__name__ = function.__qualname__ = name
-    kernel = CFunc(function, _SIGNATURE, locals={}, options={"error_model": "numpy"})
+    kernel: Any = CFunc(function, _SIGNATURE, locals={}, options={"error_model": "numpy"})
     kernel.compile()
     library = kernel._library
     head = json.dumps([kernel.native_name]).encode()

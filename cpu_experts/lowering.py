@@ -172,8 +172,8 @@ class _Lowering:
                 self.emit("select_rows", *self.context.view(op.x), *self.context.view(op.out), op.x.elements)
             case Argmax():
                 self._contiguous(op.x)
-                out = self.context.view(op.out)
-                self.emit("argmax", self._rows(op.x), *self.context.view(op.x), *out, op.x.elements)
+                greedy = self.context.view(op.out)
+                self.emit("argmax", self._rows(op.x), *self.context.view(op.x), *greedy, op.x.elements)
 
     # ---- what views and tensors mean to kernels
     def _rows(self, view: View) -> int:
@@ -191,7 +191,7 @@ class _Lowering:
     def _contiguous(self, *views: View) -> None:
         for view in views:
             if not view.contiguous:
-                raise PlanError(f"op {self.label}: its host kernel cannot read heads of {view.buffer} with gaps between")
+                raise PlanError(f"op {self.label}: its host kernel wants the heads of {view.buffer} without gaps")
 
     def _blocks(self, tensor: Tensor, inputs: int, outputs: int, matrices: int = 1) -> tuple[int, int]:
         """(bytes of a row, blocks of a row) of a weight with the given shape."""

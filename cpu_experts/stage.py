@@ -43,9 +43,9 @@ class Stage:
 
 @dataclass(frozen=True)
 class CacheAddress:
-    """Where the cache rows of one state lie: row (slot, position) starts at address + slot*slot_stride + position*row_stride.
+    """Where the cache rows of one state lie; strides in bytes.
 
-    Strides are in bytes.
+    Row (slot, position) starts at address + slot*slot_stride + position*row_stride.
     """
 
     address: int

@@ -18,7 +18,7 @@ from typing import Any, Final
 from numba import types
 
 from bloomery.cpu_experts.kernels.block_formats import SPLIT_ORDER
-from bloomery.cpu_experts.kernels.elementwise import swiglu_run
+from bloomery.cpu_experts.kernels.elementwise import narrow_run, swiglu_run
 from bloomery.cpu_experts.kernels.layouts import ACTIVATION_ELEMENTS, BUFFER_BYTES, PLANE_BYTES
 from bloomery.cpu_experts.kernels.work import share_end, share_start
 from bloomery.cpu_experts.simd import (
@@ -33,13 +33,14 @@ from bloomery.cpu_experts.simd import (
     i32x8,
     inlined,
     load_f32,
+    pair_of,
     vector,
 )
 
-# Arguments: rows (index of the step's row count), rows per step row, heads, blocks of a head, x, x stride, x head stride,
-# up or 0, out, out stride, d plane, sums plane, buffers (1 KiB a rank)
+# Arguments: rows (index of the step's row count), rows per step row, heads, blocks of a head, x, x stride, x head
+# stride, up or 0, out, out stride, d plane, sums plane, buffers (BUFFER_BYTES a rank)
 _INT = types.int64
-_PAIR = types.UniTuple(types.float32, 2)
+_PAIR = pair_of(types.float32)
 
 
 def _horizontal(s: Emitter, value: Value, better: Callable[[Value, Value], Value]) -> Value:
@@ -130,11 +131,6 @@ def _q8_0(s: Emitter, x: Value, values: Value, d: Value, sums: Value) -> None:
 
 
 @emits(types.void, _INT, _INT)
-def _to_f16(s: Emitter, x: Value, values: Value) -> None:
-    s.store(s.b.fptrunc(s.load_scalar("f32", x), vector("f16", 1).ir.element), values)
-
-
-@emits(types.void, _INT, _INT)
 def _to_bf16(s: Emitter, x: Value, values: Value) -> None:
     bits = s.load_scalar("i32", x)
     word = bits.type
@@ -145,21 +141,35 @@ def _to_bf16(s: Emitter, x: Value, values: Value) -> None:
     s.store(s.b.trunc(s.b.select(is_nan, quiet, rounded), vector("i16", 1).ir.element), values)
 
 
-@inlined
-def _f16(x: int, values: int, d: int, sums: int) -> None:
-    _to_f16(x, values)
+@compiled
+def _bf16_run(x: int, out: int, count: int) -> None:
+    """f32 to bf16, to nearest even; a NaN stays one."""
+    for element in range(count):
+        _to_bf16(x + 4 * element, out + 2 * element)
 
 
-@inlined
-def _bf16(x: int, values: int, d: int, sums: int) -> None:
-    _to_bf16(x, values)
-
-
-_BLOCK: Final[dict[str, Any]] = {"Q8_K": _q8_k, "Q8_0": _q8_0, "F16": _f16, "BF16": _bf16}
+_BLOCK: Final[dict[str, Any]] = {"Q8_K": _q8_k, "Q8_0": _q8_0}
 
 
 def quantise(kind: str) -> Callable[[int, int, int, int], None]:
-    """Kernel `quantise_<kind>`: rows of x (or silu(gate)*up) into planes; a head after the other."""
+    """Kernel `quantise_<kind>`: rows of x (or, for Q8 kinds, of silu(x) * up) into planes; a head after the other."""
+    return _convert(narrow_run if kind == "F16" else _bf16_run) if kind in ("F16", "BF16") else _quantise(kind)
+
+
+def _convert(run: Callable[[int, int, int], None]) -> Callable[[int, int, int, int], None]:
+    def kernel(args: int, rank: int, ranks: int, step: int) -> None:
+        rows = argument(step, argument(args, 0)) * argument(args, 1)
+        heads, width = argument(args, 2), argument(args, 3)
+        for unit in range(share_start(rows * heads, rank, ranks), share_end(rows * heads, rank, ranks)):
+            row = unit // heads
+            head = unit - row * heads
+            source = argument(args, 4) + row * argument(args, 5) + head * argument(args, 6)
+            run(source, argument(args, 8) + row * argument(args, 9) + 2 * head * width, width)
+
+    return kernel
+
+
+def _quantise(kind: str) -> Callable[[int, int, int, int], None]:
     block_of = _BLOCK[kind]
     elements = ACTIVATION_ELEMENTS[kind]
     values_bytes, d_bytes, sums_bytes = PLANE_BYTES[kind]
@@ -169,7 +179,8 @@ def quantise(kind: str) -> Callable[[int, int, int, int], None]:
         rows = argument(step, argument(args, 0)) * argument(args, 1)
         heads, blocks = argument(args, 2), argument(args, 3)
         x, x_stride, head_stride, up = argument(args, 4), argument(args, 5), argument(args, 6), argument(args, 7)
-        out, out_stride, d_plane, sums_plane = argument(args, 8), argument(args, 9), argument(args, 10), argument(args, 11)
+        out, out_stride = argument(args, 8), argument(args, 9)
+        d_plane, sums_plane = argument(args, 10), argument(args, 11)
         buffer = argument(args, 12) + rank * BUFFER_BYTES
         in_row = heads * blocks
         for unit in range(share_start(rows * in_row, rank, ranks), share_end(rows * in_row, rank, ranks)):

@@ -41,9 +41,9 @@ from bloomery.cpu_experts.simd import (
 )
 
 _INT = types.int64
-# Arguments: heads, heads of a group, key width, value width, scale, q, q row stride, q head stride, out, out row stride,
-# out head stride, keys, their slot stride, their row stride, values, their slot stride, their row stride, scores, bytes
-# of a score area
+# Arguments: heads, heads of a group, key width, value width, scale, q, q row stride, q head stride, out, out row
+# stride, out head stride, keys, their slot stride, their row stride, values, their slot stride, their row stride,
+# scores, bytes of a score area
 ATTENTION_WORDS: Final = 19
 
 
@@ -65,8 +65,8 @@ def _key_tail(name: str) -> Any:
         query = s.load_scalar("f32", q)
         for row, key in enumerate((k0, k1, k2, k3)):
             at = s.add(lane, lane.type(16 * row))
-            value = s.call("llvm.fma.f32", query.type, [load_float(s, name, key), query, s.b.extract_element(lanes, at)])
-            lanes = s.b.insert_element(lanes, value, at)
+            total = s.fma(load_float(s, name, key), query, s.b.extract_element(lanes, at))
+            lanes = s.b.insert_element(lanes, total, at)
         return lanes
 
     return step
@@ -137,7 +137,7 @@ def _value_step(name: str, columns: int) -> Any:
 def _value_single(name: str) -> Any:
     @emits(types.float32, _INT, _INT, types.float32)
     def step(s: Emitter, row: Value, weight: Value, total: Value) -> Value:
-        return s.call("llvm.fma.f32", total.type, [load_float(s, name, row), s.load_scalar("f32", weight), total])
+        return s.fma(load_float(s, name, row), s.load_scalar("f32", weight), total)
 
     return step
 
@@ -159,6 +159,7 @@ def _no_total(s: Emitter) -> Value:
 
 
 def attention(cache_type: str) -> Callable[[int, int, int, int], None]:
+    """Kernel `attention_<type>` for caches of type f32 or f16."""
     name = cache_type.upper()
     element = 4 if name == "F32" else 2
     key_step, key_tail = _key_step(name), _key_tail(name)

@@ -5,7 +5,7 @@ multiplied nor how work is shared (`matmul`).
 
 Canonical order. An output element is one f32 accumulator, started at 0, that takes the blocks in ascending order:
 
-    isum = exact int32 sum over the block of scale * (value - offset) * quantised activation   (scale = 1 in SmallBlocks)
+    isum = exact int32 sum over the block of scale * (value - offset) * quantised activation (scale = 1 in SmallBlocks)
     acc  = fma(d * dx, float(isum), acc)                       d * dx and float(isum) each rounded once to f32
     SuperBlock with minima:  acc = fma(-(dmin * dx), float(sum of minimum * activation sum), acc)
     SmallBlock with minima:  acc = fma(m, s, acc)              s = the Q8_1 block's f16 d*sum
@@ -119,11 +119,12 @@ def _prefetch(s: Emitter, kind: type[BlockFormat], addresses: Sequence[Value]) -
 
 
 def block_step(name: str) -> Any:
-    """Numba function (w0, w1, w2, w3, x values, x d, x sums, acc) -> acc: one block of four rows, straight from the file."""
+    """Numba function (w0, w1, w2, w3, x values, x d, x sums, acc) -> acc: one block of four rows as the file has it."""
 
     @emits(f32x4, _INT, _INT, _INT, _INT, _INT, _INT, _INT, f32x4)
-    def step(s: Emitter, w0: Value, w1: Value, w2: Value, w3: Value, xq: Value, xd: Value, xs: Value, acc: Value) -> Value:
+    def step(s: Emitter, w0: Value, w1: Value, w2: Value, w3: Value, *x_and_acc: Value) -> Value:
         addresses = (w0, w1, w2, w3)
+        xq, xd, xs, acc = x_and_acc
         if name in SUPER_BLOCKS:
             kind = SUPER_BLOCKS[name]
             _prefetch(s, kind, addresses)

@@ -10,8 +10,8 @@ Two families:
 * `SmallBlock`: 32 elements, float scale `d`, some with a float minimum `m`. element = d*(value - offset) + m.
   Multiplied with Q8_0 (with m: Q8_1) activations.
 
-Sub-scales and minima are held as 16 lanes of i16 in *split order*: those of the even sub-blocks of 16 in the lower half,
-those of the odd ones in the upper half. One byte lookup then spreads the two scales that belong to a vector of 32
+Sub-scales and minima are held as 16 lanes of i16 in *split order*: those of the even sub-blocks of 16 in the lower
+half, those of the odd ones in the upper half. One byte lookup then spreads the two scales that belong to a vector of 32
 elements. The sums of activations (`activations.py`) are stored in the same order.
 """
 

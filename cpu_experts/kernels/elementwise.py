@@ -203,8 +203,8 @@ def _weighted_sum_8(
 
 
 def experts_sum() -> Callable[[int, int, int, int], None]:
-    """Kernel `experts_sum`: items, item stride, mix, mix row stride, used, out, out row stride, elements, rows (index of
-    the step's row count).
+    """Kernel `experts_sum`: items, item stride, mix, mix row stride, used, out, out row stride, elements, rows (index
+    of the step's row count).
 
     out[row] = sum over places a in order, from 0, of mix[row][a] * items[row * used + a].
     """
@@ -240,7 +240,7 @@ def _dequantise_block(name: str) -> Any:
         if name in ELEMENT_BYTES:
             s.store(load_float(s, name, address), out)
             return
-        kind: type[BlockFormat] = (SUPER_BLOCKS | SMALL_BLOCKS)[name]  # type: ignore[operator]
+        kind: type[BlockFormat] = (SUPER_BLOCKS | SMALL_BLOCKS)[name]
         block: Any = kind(s, address)
         d = scalar(kind.d_at)
         minimum = None if kind.minimum_at is None else scalar(kind.minimum_at)
@@ -267,7 +267,7 @@ def _dequantise_block(name: str) -> Any:
 
 
 def embed(name: str) -> Callable[[int, int, int, int], None]:
-    """Kernel `embed_<type>`: weight, bytes of a row, blocks of a row, out, out row stride. out[r] = weight[token[r]]."""
+    """Kernel `embed_<type>`: weight, bytes of a row, blocks of a row, out, out row stride."""
     dequantise = _dequantise_block(name)
     kinds: dict[str, type[BlockFormat]] = {**SUPER_BLOCKS, **SMALL_BLOCKS}
     elements = 1 if name in ELEMENT_BYTES else kinds[name].elements

@@ -40,13 +40,16 @@ from bloomery.cpu_experts.simd import (
 )
 
 # Arguments of matmul_<type>: MATMUL_HEAD words, then MATMUL_JOB words for every weight.
-MATMUL_HEAD: Final = 7  # rows (index of the step's row count), x, x stride, d plane, sums plane, tiles, bytes of a tile area
-MATMUL_JOB: Final = 8  # weight, bytes of a row, blocks of a row, output rows, first block of x, out, out stride, bias or 0
+# Head: rows (index of the step's row count), x, x stride, d plane, sums plane, tiles, bytes of a tile area.
+# Job: weight, bytes of a row, blocks of a row, output rows, first block of x, out, out stride, bias or 0.
+MATMUL_HEAD: Final = 7
+MATMUL_JOB: Final = 8
 # Arguments of experts_<type>: EXPERTS_HEAD words, then EXPERTS_JOB words for every weight.
+# Head: rows (index of the step's row count), x, x stride, d plane, sums plane, tiles, bytes of a tile area, lists,
+# bytes of a list area, ids, ids row stride, used, experts, 1 if x has a row for every item (0: for every row).
+# Job: weight, bytes of an expert, bytes of a row, blocks of a row, output rows, out, out stride.
 EXPERTS_HEAD: Final = 14
-# rows (index of the step's row count), x, x stride, d plane, sums plane, tiles, bytes of a tile area, lists, bytes of a
-# list area, ids, ids row stride, used, experts, 1 if x has a row for every item (0: for every row)
-EXPERTS_JOB: Final = 7  # weight, bytes of an expert, bytes of a row, blocks of a row, output rows, out, out stride
+EXPERTS_JOB: Final = 7
 
 
 def activation_blocks(name: str) -> tuple[int, int, int]:
@@ -76,8 +79,8 @@ def _store_results(total: Any, out: int, bias: int, r0: int, r1: int, r2: int, r
 
 
 @emits(types.void, f32x4, types.int64, types.int64, *[types.int64] * 4)
-def _store_biased(s: Emitter, total: Value, out: Value, bias: Value, r0: Value, r1: Value, r2: Value, r3: Value) -> None:
-    for lane, row in enumerate((r0, r1, r2, r3)):
+def _store_biased(s: Emitter, total: Value, out: Value, bias: Value, *rows: Value) -> None:
+    for lane, row in enumerate(rows):
         offset = s.b.shl(row, row.type(2))
         value = s.fadd(s.lane(total, lane), s.load_scalar("f32", s.add(bias, offset)))
         s.store(value, s.add(out, offset))
@@ -89,7 +92,7 @@ def quantised_multiply(name: str) -> Callable[..., None]:
     `items` is the address of int32 pairs (row of x, row of out), or 0 for rows 0..count-1 of both.
     """
     step, unpack, from_tile = block_step(name), unpack_step(name), tile_step(name)
-    nbytes = (SUPER_BLOCKS | SMALL_BLOCKS)[name].nbytes  # type: ignore[operator]
+    nbytes = (SUPER_BLOCKS | SMALL_BLOCKS)[name].nbytes
     x_bytes, d_bytes, sums_bytes = activation_blocks(name)
     tile = tile_bytes(name)
 
@@ -276,4 +279,3 @@ def experts(name: str) -> Callable[[int, int, int, int], None]:
                         )  # fmt: skip
 
     return kernel
-

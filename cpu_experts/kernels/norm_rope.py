@@ -69,8 +69,8 @@ def _norm_run(x: int, weight: int, out: int, count: int, epsilon: float) -> None
 
 
 def rms_norm() -> Callable[[int, int, int, int], None]:
-    """Kernel `rms_norm`: rows (index of the step's row count), heads, width, x, x row stride, x head stride, out, out row
-    stride, out head stride, weight, epsilon."""
+    """Kernel `rms_norm`: rows (index of the step's row count), heads, width, x, x row stride, x head stride, out, out
+    row stride, out head stride, weight, epsilon."""
 
     def kernel(args: int, rank: int, ranks: int, step: int) -> None:
         units = argument(step, argument(args, 0)) * argument(args, 1)

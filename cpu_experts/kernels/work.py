@@ -9,10 +9,12 @@ from bloomery.cpu_experts.simd import inlined
 def share_start(units: int, rank: int, ranks: int) -> int:
     """First of the consecutive units that `rank` of `ranks` computes; shares differ by at most one unit."""
     share = units // ranks
-    return rank * share + min(rank, units - share * ranks)
+    start: int = rank * share + min(rank, units - share * ranks)
+    return start
 
 
 @inlined
 def share_end(units: int, rank: int, ranks: int) -> int:
     """One past the last unit that `rank` of `ranks` computes."""
-    return share_start(units, rank + 1, ranks)
+    end: int = share_start(units, rank + 1, ranks)
+    return end
