@@ -157,13 +157,16 @@ def test_prompts_of_text_and_messages() -> None:
     client = Client(Engine(ToyExecutor(), TOKENIZER, cast("ChatTemplate", Template())))
     chat = GenerationRequest(b"c" * 16, messages=({"content": "abc"},), max_tokens=4, sampling=GREEDY)
     text = GenerationRequest(b"t" * 16, text="abcgh", max_tokens=4, sampling=GREEDY)
-    variables = {"add_generation_prompt": False, "tail": "gh"}
+    variables = {"add_generation_prompt": False, "tail": "hg"}
+    other = GenerationRequest(b"o" * 16, text="abchg", max_tokens=4, sampling=GREEDY)
     client.submit_request(chat)
     client.submit_request(text)
+    client.submit_request(other)
     client.submit_request(replace(chat, request_id=b"d" * 16, template_variables=variables))
     exhaust(client)
     assert {client.final(request_id).prompt_tokens for request_id in client.events} == {5}
-    assert client.tokens(b"c" * 16) == client.tokens(b"t" * 16) == client.tokens(b"d" * 16)
+    assert client.tokens(b"c" * 16) == client.tokens(b"t" * 16) != client.tokens(b"o" * 16)
+    assert client.tokens(b"d" * 16) == client.tokens(b"o" * 16)
     client.submit_request(replace(chat, request_id=b"e" * 16, template_variables={"messages": 1}))
     assert client.failure(b"e" * 16).code == "invalid_request"
 

@@ -136,7 +136,7 @@ def check_events(request: GenerationRequest, events: list[Event], aborted: bool)
     last = events[-1]
     if isinstance(last, Failed) and kinds == [Failed]:
         prompt = request.tokens or ()
-        assert last.code in ("exceed_context_size", "overloaded", "worker_lost", "internal")
+        assert last.code in ("exceed_context_size", "overloaded", "worker_lost")
         if last.code == "exceed_context_size":
             assert last.details == {"prompt_tokens": len(prompt), "context": CONTEXT}
         return
@@ -149,6 +149,7 @@ def check_events(request: GenerationRequest, events: list[Event], aborted: bool)
     check_output(request, events, expected, admitted.cached_tokens if admitted else 0)
     if not isinstance(last, Final):
         assert isinstance(last, Failed) and last.code in ("worker_lost", "internal")
+        assert "worker 1 died" in last.message or "a defect of the executor" in last.message
         return
     tokens = [token for event in events if isinstance(event, Chunk) for token in event.tokens]
     text = "".join(event.text for event in events if isinstance(event, Chunk))
