@@ -25,7 +25,7 @@ from bloomery.cpu_experts.workload import Workload
 from bloomery.runtime.arena import TICKS_PER_STAGE, Arena, ArenaLayout, Lowered
 from bloomery.runtime.process_tree import watch_parent
 from bloomery.runtime.runtime_files import unlink_owned
-from bloomery.runtime.step_record import LINE, RECORD_ARRAYS, STEP, record_array_offset
+from bloomery.runtime.step_record import LINE, RECORD_ARRAYS, STAGE_BITS, STEP, record_array_offset
 from bloomery.runtime.worker_messages import WorkerStart, decode, encode, error_fields, lowered_of
 
 INTERPRETER = "interpreter"
@@ -94,6 +94,7 @@ class Worker:
         self._workload: Workload = getattr(importlib.import_module(module), function)(start)
         sizing = SizingContext(self._workload.program, start.shape)
         self._stages = self._workload.stages(sizing)
+        assert len(self._stages) < 1 << STAGE_BITS
         self._lowered = Lowered(tuple(sorted(sizing.wanted.items())), len(self._stages))
         self._memory: tuple[Any, ...] = ()
 

@@ -118,12 +118,16 @@ class HostPool:
             group.compile(hellos[0]["kernels"], progress)
             group.attach(range(processes), arena, lowered, progress)
             pool = cls(group, arena, program, lowered, hellos[0]["labels"])
-            pool._drill()
         except BaseException:
             group.end(0.0)
             if arena is not None:
                 arena.unlink()
                 arena.close()
+            raise
+        try:
+            pool._drill()
+        except BaseException:
+            pool.close()
             raise
         return pool
 

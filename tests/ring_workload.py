@@ -163,7 +163,7 @@ class RingWorkload:
 
     def compile(self, kernel: str) -> int:
         if kernel not in self._compiled:
-            self._compiled[kernel] = cfunc(SIGNATURE, nopython=True, cache=True)(KERNELS[kernel])
+            self._compiled[kernel] = cfunc(SIGNATURE, cache=True)(KERNELS[kernel])
         return int(self._compiled[kernel].address)
 
 

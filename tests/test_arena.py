@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -60,9 +61,16 @@ def layout() -> ArenaLayout:
 def test_layout_is_the_same_everywhere_and_differs_for_any_difference(layout: ArenaLayout) -> None:
     assert ArenaLayout(make_program(), SHAPE, LOWERED).digest == layout.digest
     others = [ArenaLayout(make_program(101), SHAPE, LOWERED)]
-    for change in ({"context": 41}, {"slots": 4}, {"max_rows": 17}, {"max_out_rows": 6}, {"processes": 3}):
+    changes: tuple[dict[str, Any], ...] = (
+        {"context": 41},
+        {"slots": 4},
+        {"max_rows": 17},
+        {"max_out_rows": 6},
+        {"processes": 3},
+        {"cache_type": "f32"},
+    )
+    for change in changes:
         others.append(ArenaLayout(make_program(), replace(SHAPE, **change), LOWERED))
-    others.append(ArenaLayout(make_program(), replace(SHAPE, cache_type="f32"), LOWERED))
     others.append(ArenaLayout(make_program(), SHAPE, replace(LOWERED, stages=10)))
     others.append(ArenaLayout(make_program(), SHAPE, replace(LOWERED, scratch=(("experts", 1000), ("quantised", 78)))))
     digests = {other.digest for other in others} | {layout.digest}

@@ -122,7 +122,12 @@ def test_abort_ends_the_running_step_only(processes: int) -> None:
         pool.abort()  # nothing runs: nothing happens
         for pause in (0.0, 0.02, 0.1):
             cut: list[float] = []
-            timer = threading.Timer(pause, lambda cut=cut: (pool.abort(), cut.append(time.monotonic())))
+
+            def abort(cut: list[float] = cut) -> None:
+                pool.abort()
+                cut.append(time.monotonic())
+
+            timer = threading.Timer(pause, abort)
             timer.start()
             with pytest.raises(StepAborted):
                 while True:  # an abort before the step has begun does nothing: the step then runs; cut it later

@@ -85,8 +85,8 @@ def test_logits_depend_on_neither_processes_nor_blocks(name: str, cache_type: Li
             np.testing.assert_array_equal(evaluate(pool, tokens, slot, 0, blocks), base)
     for processes in (2, 3):
         with open_pool(path, processes, 512, cache_type) as pool:
-            for blocks in (512, 64, [7, 1]):
-                np.testing.assert_array_equal(evaluate(pool, tokens, 2, 0, blocks), base)
+            for sizes in ([512], [64], [7, 1]):
+                np.testing.assert_array_equal(evaluate(pool, tokens, 2, 0, sizes), base)
 
 
 def test_rows_of_several_slots_in_one_step_equal_each_alone() -> None:
