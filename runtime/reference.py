@@ -1,8 +1,8 @@
 """The reference executor: runs a program op by op in NumPy, in float32 or float64, on dequantised weights.
 
-Owns the reference's buffers, caches and weight cache. What each op means is in `reference_ops` (and importable from
-here); what a step is, in `executor`. It is exact and slow, meant for tests, for quant types without a kernel and for
-reading.
+Owns the reference's buffers and weight cache. What each op means is in `reference_ops` and `reference_deepseek4`; what
+states are, in `states` and `reference_states`; what a step is, in `executor`. It is exact and slow, meant for tests,
+for quant types without a kernel and for reading.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from bloomery.runtime.engram_hash import NO_TOKEN
 from bloomery.runtime.errors import StepAborted
 from bloomery.runtime.executor import StepResult, StepRows
 from bloomery.runtime.program import (
@@ -24,7 +25,15 @@ from bloomery.runtime.program import (
     CacheWrite,
     CopyHeads,
     EmbedRows,
+    EngramGate,
+    EngramRows,
+    GroupPool,
+    GroupWrite,
     HeadMatMul,
+    HyperCollapse,
+    HyperMix,
+    HyperPost,
+    IndexRows,
     MatMul,
     Op,
     Program,
@@ -33,8 +42,29 @@ from bloomery.runtime.program import (
     RoutedExperts,
     Router,
     SelectRows,
+    SoftplusRouter,
     SwiGlu,
+    TableRows,
+    TokenWrite,
+    UnitNorm,
     View,
+    WindowAttention,
+    op_views,
+)
+from bloomery.runtime.reference_deepseek4 import (
+    best_blocks,
+    best_rows,
+    engram_gate,
+    hyper_collapse,
+    hyper_mix,
+    hyper_post,
+    index_scores,
+    only_blocks,
+    overlapping,
+    pool_group,
+    sink_attention,
+    softplus_route,
+    unit_norm,
 )
 from bloomery.runtime.reference_ops import (
     Floats,
@@ -48,6 +78,7 @@ from bloomery.runtime.reference_ops import (
     routed_experts,
     swiglu,
 )
+from bloomery.runtime.reference_states import SlotStates, StateSnapshot
 
 CACHE_TYPES: dict[str, type[np.floating[Any]]] = {"f16": np.float16, "f32": np.float32, "f64": np.float64}
 MAX_LOGITS_BYTES = 64 << 20
@@ -105,18 +136,26 @@ class ReferenceExecutor:
         cache_type: Literal["f16", "f32", "f64"] = "f32",
         dtype: DTypeLike = np.float32,
         weight_bytes: int = 2 << 30,
+        spare: int | None = None,
     ) -> None:
-        assert context > 0 and slots > 0 and max_rows > 0
+        """`spare` (default: max_rows) is how far rings reach back beyond what a row reads; see `states`."""
+        spare = max_rows if spare is None else spare
+        assert context > 0 and slots > 0 and max_rows > 0 and spare >= max_rows - 1
         self.program = program
         self.dtype = np.dtype(dtype)
         self._context, self._slots, self._max_rows = context, slots, max_rows
         most = MAX_LOGITS_BYTES // (4 * program.vocabulary)
         self._max_out_rows = min(max_rows, max(slots, most, 1))
         self._weights = DequantisedWeights(program, self.dtype, weight_bytes)
-        self._states = {
-            state.name: np.zeros((slots, context, state.width), CACHE_TYPES[cache_type])
-            for state in program.states.values()
-        }
+        self._slot_states = SlotStates(
+            program.states,
+            slots=slots,
+            context=context,
+            spare=spare,
+            cache_dtype=CACHE_TYPES[cache_type],
+            dtype=self.dtype,
+        )
+        self._states = self._slot_states.arrays
         self._buffers: dict[str, NDArray[Any]] = {}
         self._lock = threading.Lock()
         self._running = self._aborted = False
@@ -142,6 +181,7 @@ class ReferenceExecutor:
     # -- StepExecutor -------------------------------------------------------------------------------------------------
     def step(self, rows: StepRows) -> StepResult:
         self._check(rows)
+        self._slot_states.begin(rows)
         started = time.perf_counter()
         with self._lock:
             self._running, self._aborted = True, False
@@ -163,8 +203,19 @@ class ReferenceExecutor:
             self._aborted = self._running
 
     def copy_prefix(self, source: int, target: int, positions: int) -> None:
-        for state in self._states.values():
-            state[target, :positions] = state[source, :positions]
+        self._slot_states.copy_prefix(source, target, positions)
+
+    def continuable(self, slot: int) -> range:
+        """The positions at which a step of this slot may begin, besides 0."""
+        return self._slot_states.continuable(slot)
+
+    def snapshot(self, slot: int, positions: int) -> StateSnapshot:
+        """What the slot's first `positions` positions leave behind; ValueError where rings have lost part of it."""
+        return self._slot_states.snapshot(slot, positions)
+
+    def restore(self, slot: int, snapshot: StateSnapshot) -> None:
+        """Makes the slot as it was at the snapshot, bit for bit."""
+        self._slot_states.restore(slot, snapshot)
 
     def recover(self) -> None:
         """Nothing to do: the reference runs in the caller's process and loses no workers."""
@@ -213,12 +264,14 @@ class ReferenceExecutor:
             case HeadMatMul():
                 write(op.out, head_matmul(read(op.x), weights[op.weight]))
             case Rope():
-                write(op.out, rope(read(op.x), rows.positions, op.frequencies, op.magnitude, op.pairs))
+                positions = rows.positions - np.int32(op.behind)
+                write(op.out, rope(read(op.x), positions, op.frequencies, op.magnitude, op.pairs))
             case CopyHeads():
                 x = read(op.x)
                 write(op.out, np.broadcast_to(x, (len(x), op.out.count, op.out.width)))
             case CacheWrite():
-                self._states[op.state][rows.slots, rows.positions, op.start : op.start + op.x.elements] = flat(op.x)
+                at = self._slot_states.rows(op.state, rows.positions)
+                self._states[op.state][rows.slots, at, op.start : op.start + op.x.elements] = flat(op.x)
             case Attention():
                 write(op.out, self._attend(op, rows))
             case Router():
@@ -241,15 +294,147 @@ class ReferenceExecutor:
                 def matrices(e: int) -> tuple[Floats, Floats, Floats]:
                     return weights.expert(gate, e), weights.expert(up, e), weights.expert(down, e)
 
-                write(op.out, routed_experts(flat(op.x), flat(op.ids), flat(op.mix), matrices))
+                write(op.out, routed_experts(flat(op.x), flat(op.ids), flat(op.mix), matrices, op.limit))
             case SwiGlu():
-                write(op.out, swiglu(read(op.gate), read(op.up)))
+                write(op.out, swiglu(read(op.gate), read(op.up), op.limit))
             case Add():
                 write(op.out, read(op.x) + read(op.y))
             case SelectRows():
                 write(op.out, read(op.x)[rows.out_rows])
             case Argmax():
                 write(op.out, argmax(flat(op.x)))
+            case _:
+                self._execute_deepseek4(op, rows)
+
+    def _execute_deepseek4(self, op: Op, rows: StepRows) -> None:
+        """The ops that `deepseek4` and `deepseek41` add."""
+        read, flat, write, weights = self.read, self._flat, self._write, self._weights
+        match op:
+            case UnitNorm():
+                write(op.out, unit_norm(read(op.x), op.epsilon))
+            case HyperMix():
+                pre, post, mixing = hyper_mix(
+                    read(op.streams),
+                    flat(op.logits),
+                    weights[op.base],
+                    weights[op.scale],
+                    epsilon=op.epsilon,
+                    hyper_epsilon=op.hyper_epsilon,
+                    rounds=op.rounds,
+                )
+                write(op.pre, pre)
+                if op.post and op.mixing:
+                    write(op.post, post)
+                    write(op.mixing, mixing)
+            case HyperCollapse():
+                write(op.out, hyper_collapse(read(op.streams), flat(op.pre)))
+            case HyperPost():
+                streams, mixing = read(op.streams), flat(op.mixing)
+                square = mixing.reshape(-1, op.streams.count, op.streams.count)
+                write(op.out, hyper_post(flat(op.y), streams, flat(op.post), square))
+            case TokenWrite():
+                self._states[op.state][rows.slots, self._slot_states.rows(op.state, rows.positions), 0] = rows.tokens
+            case EngramRows():
+                assert self.program.engram is not None
+                write(op.ids, self.program.engram.row_ids(op.site, self._histories(op.tokens, rows)))
+            case TableRows():
+                ids = flat(op.ids)
+                write(op.out, weights.embedding(op.table, ids.ravel()).reshape(len(ids), -1))
+            case EngramGate():
+                streams = read(op.streams)
+                key_weight, query_weight = weights[op.key_weight], weights[op.query_weight]
+                gate = engram_gate(streams, read(op.keys), key_weight, query_weight, op.epsilon)
+                write(op.gate, gate)
+                write(op.out, streams + gate[:, :, None] * read(op.value))
+            case GroupPool():
+                write(op.out, self._pool(op, rows))
+            case GroupWrite():
+                whole = (rows.positions + 1) % op.ratio == 0
+                at = rows.positions[whole] // op.ratio
+                self._states[op.state][rows.slots[whole], at] = flat(op.x)[whole]
+            case IndexRows():
+                self._index(op, rows)
+            case WindowAttention():
+                write(op.out, self._attend_window(op, rows))
+            case SoftplusRouter():
+                tokens = (
+                    rows.tokens if self.program.buffers[op.logits.buffer].rows == "step" else rows.tokens[rows.out_rows]
+                )
+                ids, mix = softplus_route(
+                    flat(op.logits),
+                    op.ids.width,
+                    bias=weights[op.bias] if op.bias else None,
+                    table=self.program.weights[op.table].dequantise_rows(tokens, np.int32) if op.table else None,
+                    normalise=op.normalise,
+                    scale=op.scale,
+                )
+                write(op.ids, ids)
+                write(op.mix, mix)
+            case _:
+                raise NotImplementedError(f"op {op.name}: the reference does not know {type(op).__name__}")
+
+    def _logical(self, state: str, slot: int, first: int, end: int) -> NDArray[Any]:
+        """Rows first..end-1 of a slot's state."""
+        rows: NDArray[Any] = self._states[state][slot, self._slot_states.rows(state, np.arange(first, end))]
+        return rows
+
+    def _histories(self, state: str, rows: StepRows) -> NDArray[np.int64]:
+        """(R, longest): each row's token and those before it, newest first, NO_TOKEN before the sequence's start."""
+        assert self.program.engram is not None
+        positions = rows.positions[:, None] - np.arange(self.program.engram.longest)
+        at = self._slot_states.rows(state, np.maximum(positions, 0))
+        return np.where(positions < 0, NO_TOKEN, self._states[state][rows.slots[:, None], at, 0])
+
+    def _pool(self, op: GroupPool, rows: StepRows) -> Floats:
+        values, scores = self._flat(op.values), self._flat(op.scores)
+        if op.bias:
+            scores = scores + self._weights[op.bias][rows.positions % op.ratio]
+        at = self._slot_states.rows(op.state, rows.positions)
+        self._states[op.state][rows.slots, at] = np.concatenate([values, scores], axis=1)
+        out = np.zeros((len(values), op.out.width), self.dtype)
+        for r, (slot, position) in enumerate(zip(rows.slots, rows.positions, strict=True)):
+            if (position + 1) % op.ratio:
+                continue
+            first = position + 1 - op.ratio * (2 if op.overlap else 1)
+            kept = self._logical(op.state, slot, max(first, 0), position + 1)
+            group = kept[:, : op.values.width], kept[:, op.values.width :]
+            out[r] = pool_group(*(overlapping(*group, op.ratio) if op.overlap else group))
+        return out
+
+    def _index(self, op: IndexRows, rows: StepRows) -> None:
+        q, weights = self.read(op.q), self._flat(op.weights)
+        within = self._flat(op.within) if op.within else None
+        chosen = np.full((len(q), op.out.width), -1, np.int32)
+        kept = np.full((len(q), op.kept.width if op.kept else 0), -1, np.int32)
+        for r, (slot, position) in enumerate(zip(rows.slots, rows.positions, strict=True)):
+            visible = (position + 1) // op.ratio
+            if not visible:
+                continue
+            keys = self._logical(op.keys, slot, 0, visible).astype(self.dtype)
+            scores = index_scores(q[r], keys, weights[r], op.scale)
+            if op.kept:
+                blocks = best_blocks(scores, op.block, op.kept.width)
+                kept[r, : len(blocks)] = blocks
+            if within is not None:
+                scores = only_blocks(scores, within[r], op.block)
+            best = best_rows(scores, op.out.width)
+            chosen[r, : len(best)] = best
+        self._write(op.out, chosen)
+        if op.kept:
+            self._write(op.kept, kept)
+
+    def _attend_window(self, op: WindowAttention, rows: StepRows) -> Floats:
+        q, sinks = self.read(op.q), self._weights[op.sinks]
+        chosen = self._flat(op.chosen) if op.chosen else None
+        out = np.empty_like(q)
+        for r, (slot, position) in enumerate(zip(rows.slots, rows.positions, strict=True)):
+            keys = self._logical(op.window, slot, max(0, position - op.span + 1), position + 1)
+            if op.groups:
+                visible = (position + 1) // op.ratio
+                numbers = np.arange(visible) if chosen is None else chosen[r][chosen[r] >= 0]
+                keys = np.concatenate([keys, self._states[op.groups][slot, numbers]])
+            out[r] = sink_attention(q[r], keys.astype(self.dtype), sinks, op.scale)
+        return out
 
     def _attend(self, op: Attention, rows: StepRows) -> Floats:
         q = self.read(op.q)
@@ -271,14 +456,12 @@ class ReferenceExecutor:
 
     def _allocate(self, op: Op, rows: StepRows) -> None:
         """Sizes the buffers that the op writes to this step's rows; keeps what parts of them were written before."""
-        for field in ("out", "outs", "ids", "mix"):
-            value = getattr(op, field, ())
-            for view in value if isinstance(value, tuple) else (value,):
-                buffer = self.program.buffers[view.buffer]
-                count = len(rows.tokens) if buffer.rows == "step" else len(rows.out_rows)
-                if view.buffer not in self._buffers or len(self._buffers[view.buffer]) != count:
-                    dtype = self.dtype if buffer.dtype == "f32" else np.dtype(np.int32)
-                    self._buffers[view.buffer] = np.zeros((count, buffer.width), dtype)
+        for view, writes in op_views(op):
+            buffer = self.program.buffers[view.buffer]
+            count = len(rows.tokens) if buffer.rows == "step" else len(rows.out_rows)
+            if writes and (view.buffer not in self._buffers or len(self._buffers[view.buffer]) != count):
+                dtype = self.dtype if buffer.dtype == "f32" else np.dtype(np.int32)
+                self._buffers[view.buffer] = np.zeros((count, buffer.width), dtype)
 
     def _check(self, rows: StepRows) -> None:
         """Refuses rows outside the caches or the vocabulary (a defect of the caller): ValueError."""

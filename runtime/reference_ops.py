@@ -94,8 +94,12 @@ def sigmoid(x: Floats) -> Floats:
         return np.asarray(1 / (1 + np.exp(-x)))
 
 
-def swiglu(gate: Floats, up: Floats) -> Floats:
-    """silu(gate) * up = gate * sigmoid(gate) * up. Shazeer, arXiv:2002.05202."""
+def swiglu(gate: Floats, up: Floats, limit: float = 0.0) -> Floats:
+    """silu(gate) * up = gate * sigmoid(gate) * up. Shazeer, arXiv:2002.05202.
+
+    A limit > 0 first bounds gate from above and up on both sides (gpt-oss, arXiv:2508.10925; DeepSeek-V4)."""
+    if limit > 0:
+        gate, up = np.minimum(gate, gate.dtype.type(limit)), np.clip(up, -up.dtype.type(limit), up.dtype.type(limit))
     return np.asarray(gate * sigmoid(gate) * up)
 
 
@@ -142,15 +146,16 @@ def routed_experts(
     ids: Ints,
     mix: Floats,
     expert: Callable[[int], tuple[Floats, Floats, Floats]],
+    limit: float = 0.0,
 ) -> Floats:
     """out[r] = sum over a in rank order of mix[r, a] * down (silu(gate x[r]) * (up x[r])) with the matrices of expert
-    ids[r, a]; `expert` gives (gate, up, down) of an id and is asked only for ids that occur."""
+    ids[r, a]; `expert` gives (gate, up, down) of an id and is asked only for ids that occur. `limit` as in `swiglu`."""
     parts = np.empty((*ids.shape, x.shape[1]), dtype=x.dtype)
     for chosen in np.unique(ids):
         gate, up, down = expert(int(chosen))
         rows, ranks = np.nonzero(ids == chosen)
         taken = x[rows]
-        parts[rows, ranks] = swiglu(taken @ gate.T, taken @ up.T) @ down.T
+        parts[rows, ranks] = swiglu(taken @ gate.T, taken @ up.T, limit) @ down.T
     out = np.zeros_like(x)
     for rank in range(ids.shape[1]):
         out += mix[:, rank, None] * parts[:, rank]

@@ -130,9 +130,9 @@ REFERENCE_FAULTS: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "last rank left out": (
         "qwen3moe",
         "routed_experts",
-        lambda x, ids, mix, expert: reference_ops.routed_experts(x, ids[:, :-1], mix[:, :-1], expert),
+        lambda x, ids, mix, *rest: reference_ops.routed_experts(x, ids[:, :-1], mix[:, :-1], *rest),
     ),
-    "gate without silu": ("llama", "swiglu", lambda gate, up: reference_ops.sigmoid(gate) * up),
+    "gate without silu": ("llama", "swiglu", lambda gate, up, limit: reference_ops.sigmoid(gate) * up),
     "best of a group": ("deepseek2-v3", "route", _best_of_group),
     "bias in the mix": ("deepseek2-v3", "route", _biased_mix),
     "scores of the next expert": (

@@ -1,0 +1,81 @@
+"""State kinds: what a layer keeps of a sequence between steps, as rows that are addressed by (slot, logical row).
+
+Owns which rows exist, where a position's row lies and which rows a sequence of n positions needs to go on. Knows no
+memory: an executor allocates `rows(context, spare)` rows a slot and puts logical row i into row i % rows. So every
+state is copied, stored and brought back as at most two pieces of contiguous rows, whatever its kind.
+
+Taking back rows: a ring has room for `spare` more positions than a row ever looks back. After `high` positions a
+sequence can go on at any position from high - spare - 1 on without a copy, since nothing that such a position reads has
+been overwritten; `spare` must be at least the greatest number of rows of a step less one, for the same reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Element: TypeAlias = Literal["cache", "f32", "i32"]
+
+
+@dataclass(frozen=True)
+class CacheState:
+    """One row of `width` elements for every position, in the cache type (f32 or f16)."""
+
+    name: str
+    width: int
+
+    @property
+    def kind(self) -> Element:
+        """The elements: of the executor's cache type, always f32, or i32."""
+        return "cache"
+
+    def rows(self, context: int, spare: int) -> int:
+        """Rows of a slot that holds `context` positions and may be taken back by `spare` + 1."""
+        return context
+
+    def live(self, positions: int) -> range:
+        """The logical rows that a sequence of so many positions needs to go on."""
+        return range(positions)
+
+
+@dataclass(frozen=True)
+class RingState(CacheState):
+    """One row for each of the last positions: a row at position p reads positions p - span + 1 to p and no others."""
+
+    span: int
+    element: Element = "cache"
+
+    @property
+    def kind(self) -> Element:
+        return self.element
+
+    def rows(self, context: int, spare: int) -> int:
+        return min(context, self.span + spare)
+
+    def live(self, positions: int) -> range:
+        return range(max(0, positions - self.span + 1), positions)
+
+
+@dataclass(frozen=True)
+class GroupState(CacheState):
+    """One row for every whole group of `ratio` positions: group g is written by position g*ratio + ratio - 1, and the
+    row at position p sees the groups 0 to (p + 1) // ratio - 1."""
+
+    ratio: int
+
+    def rows(self, context: int, spare: int) -> int:
+        return -(-context // self.ratio)
+
+    def live(self, positions: int) -> range:
+        return range(positions // self.ratio)
+
+
+def pieces(logical: range, rows: int) -> list[slice]:
+    """Where logical rows lie in a slot of `rows` rows: one piece, or two where they go round."""
+    assert len(logical) <= rows
+    if not logical:
+        return []
+    first, count = logical.start % rows, len(logical)
+    if first + count <= rows:
+        return [slice(first, first + count)]
+    return [slice(first, rows), slice(0, first + count - rows)]
