@@ -18,6 +18,21 @@ from numpy.typing import DTypeLike, NDArray
 from bloomery.runtime.engram_hash import NO_TOKEN
 from bloomery.runtime.errors import StepAborted
 from bloomery.runtime.executor import StepResult, StepRows
+from bloomery.runtime.ops_deepseek4 import (
+    EngramGate,
+    EngramRows,
+    GroupPool,
+    GroupWrite,
+    HyperCollapse,
+    HyperMix,
+    HyperPost,
+    IndexRows,
+    SoftplusRouter,
+    TableRows,
+    TokenWrite,
+    UnitNorm,
+    WindowAttention,
+)
 from bloomery.runtime.program import (
     Add,
     Argmax,
@@ -25,15 +40,7 @@ from bloomery.runtime.program import (
     CacheWrite,
     CopyHeads,
     EmbedRows,
-    EngramGate,
-    EngramRows,
-    GroupPool,
-    GroupWrite,
     HeadMatMul,
-    HyperCollapse,
-    HyperMix,
-    HyperPost,
-    IndexRows,
     MatMul,
     Op,
     Program,
@@ -42,13 +49,8 @@ from bloomery.runtime.program import (
     RoutedExperts,
     Router,
     SelectRows,
-    SoftplusRouter,
     SwiGlu,
-    TableRows,
-    TokenWrite,
-    UnitNorm,
     View,
-    WindowAttention,
     op_views,
 )
 from bloomery.runtime.reference_deepseek4 import (
