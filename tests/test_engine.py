@@ -1,8 +1,8 @@
 """What the engine promises about results: turns, limits, prompts, refusals, and what it costs.
 
-Planted once and seen to fail: admission out of order; template variables dropped; logits chunks longer than
-the executor's buffer; an end token's text shown; the context's end one token early; a queue without its limit; streams
-left out of prompt steps.
+Planted once and seen to fail: admission out of order; a queue without its limit; a request's id accepted twice;
+template variables dropped; `cache_prompt` ignored; logits passed on as views of the executor's buffer; an end token's
+text shown; end tokens chosen in spite of `ignore_eos`; the context's end one token early; prompt tokens counted wrong.
 """
 
 from __future__ import annotations

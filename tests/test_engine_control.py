@@ -1,8 +1,9 @@
 """What the engine promises while something happens: aborts, lost workers, raising sinks, drain, close, many threads.
 
 Planted once and seen to fail: an abort that waits for the prompt step; a step cut although it serves others; an abort
-lost while the prompt is tokenised; queued requests failed with a lost worker's; submits accepted after a failed
-recovery; a sink's exception ending the engine; status taking the lock of a step; a close that waits for the step.
+lost while the prompt is tokenised; queued requests failed with a lost worker's; no recovery; submits accepted after a
+failed one; a sink's exception ending the engine; the lock held during a step; a close that waits for the step; a drain
+that keeps the queue; `hold` ignored.
 """
 
 from __future__ import annotations

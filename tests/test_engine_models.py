@@ -1,8 +1,10 @@
 """The engine with real parts: a trained model, its tokenizer and chat template, reference executor and worker pool.
 
 What a request gives must not depend on what runs beside it, on blocks, or on whether its prompt was cached: to the bit
-on the pool, to rounding on the reference. Planted once and seen to fail: a cached prefix one token too long; positions
-that start anew after a copy.
+on the pool, to rounding on the reference.
+
+Planted once and seen to fail on the pool: matches one token too long; a slot that claims a row more than was cached;
+rows of one sequence written into another's slot.
 """
 
 from __future__ import annotations

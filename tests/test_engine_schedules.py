@@ -3,10 +3,11 @@
 Whatever happens around it, a request that ends by itself has the tokens, text and numbers of its solo run, one that is
 ended has a beginning of them, each gets exactly one last event, and nothing is left behind.
 
-Planted once and seen to fail: a slot's count raised before the step has ended; a position off by one after a copy; the
-out rows of two sequences swapped; an aborted request's slot kept; tokens of a failed step kept; a cached prefix used
-for a scored prompt; the seed shared by two requests; a second Final for an abort in the same turn as the last token;
-text held back at an abort lost; queued requests failed together with the running ones.
+Planted once and seen to fail: a slot's count raised before the step has ended, or kept from a failed step; positions
+off by one behind a cached prefix; results of two sequences mixed up; an aborted request's slot kept; a cached prefix
+used for a scored prompt; scores of the token before; one seed for all; a second Final for an abort; text held back
+lost at an abort or at the end; a stop string's reason lost; a token more than `max_tokens`; other logits than those
+chosen from.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """The sampler against llama.cpp's own draws, against a slow and obvious reference, and against its own probabilities.
 
-Planted once and seen to fail: top-p after temperature; min-p before top-k's cut renormalised; the draw's two 32-bit
-outputs swapped; ties to the higher id; penalties over the window without the prompt, divided for negative logits, or
-presence counted per occurrence; the greedy short cut taken although a bias raises another token; a skipped draw when
-one candidate is left; log-probabilities of the biased logits.
+Planted once and seen to fail: top-p after temperature or one token short; min-p's bound off; the draw's two 32-bit
+outputs swapped; ties to the higher id; a penalty that divides negative logits, presence counted per occurrence, a
+window longer by one, long windows counted wrong; the greedy short cut taken although a bias raises another token or
+excludes the best; no draw used up by a single candidate; a positive bias left out; excluded tokens only made unlikely;
+log-probabilities of the cut distribution; a bound of the greatest scores too high; a draw that takes a weight of zero
+or forgets the blocks before.
 """
 
 from __future__ import annotations
@@ -334,7 +336,7 @@ def test_extreme_valid_parameters_are_accepted_and_work() -> None:
         {"logit_bias": ((1, -math.inf), (2, 100))},
         {"top_k": 0, "top_p": 0.0, "min_p": 0.0},
     ):
-        parameters = replace(SamplingParameters(seed=1), **changes)  # type: ignore[arg-type]
+        parameters = replace(SamplingParameters(seed=1), **changes)
         check_sampling(parameters, 100)
         assert 0 <= choose(Sampler(parameters), logits, np.arange(50, dtype=np.int32)) < 100
 

@@ -1,8 +1,8 @@
 """The scheduler alone: which rows make a step, over any mixture of sequences, and over simulated time.
 
-Planted once and seen to fail: a stream left out of a mixed step; the cut measured on the newest step only or not
-at all; the debt of prompt steps forgotten; out rows of streams not counted; a held sequence scheduled; the whole step
-given to the oldest prompt.
+Planted once and seen to fail: a stream left out of a mixed step; prompt steps not cut, or by the newest step's rate
+only; the debt of prompt steps forgotten; out rows of streams not counted; a held sequence scheduled; the whole step
+given to the oldest prompt, or to the shortest.
 """
 
 from __future__ import annotations

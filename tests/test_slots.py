@@ -1,8 +1,8 @@
 """The slot pool against a model that never reads its bookkeeping: what tokens each slot's cache rows really hold.
 
-Planted once and seen to fail: the last prompt token counted as cached; a busy slot handed out; a copy from behind the
-source's count; the victim's old rows claimed; the most recently used slot given up; a match in place that throws away
-a long conversation; idle and busy matches of equal length resolved to a copy.
+Planted once and seen to fail: the last prompt token counted as cached; a busy slot handed out; a match behind a slot's
+count; more claimed than the victim holds; rows claimed while a copy overwrites them; the most recently used slot given
+up; releases not timed; always, or never, a match used in place.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Stop strings against a splitter that looks at the whole text again after each character.
 
-Planted once and seen to fail: held-back text dropped when the match fails (the border table all zeros); a stop string
-found only inside one piece; text after a stop string let through; the shorter of two stop strings that end together;
-everything held back instead of the longest possible beginning.
+Planted once and seen to fail: a border table of zeros; the match forgotten between pieces; text after a stop string let
+through; the shorter of two stop strings that end together; more held back than the longest possible beginning.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Run with a Python that has llama-cpp-python: python tests/data/sampling/make_llama_cpp.py
 The logits of step i of a case are LOGITS_SCALE * RandomState(case["logits_seed"] + i).standard_normal(VOCABULARY), as
 float32, plus case["boost"] for the last 20 prompt tokens, so that penalties meet tokens that would be chosen. NumPy
-keeps the stream of RandomState for ever. The chain is penalties, top-k, top-p, min-p, temperature, dist, each only if it
-is on, as llama-server builds it; the prompt's tokens have been accepted by the penalties.
+keeps the stream of RandomState for ever. The chain is penalties, top-k, top-p, min-p, temperature, dist, each only if
+it is on, as llama-server builds it; the prompt's tokens have been accepted by the penalties.
 """
 
 from __future__ import annotations
