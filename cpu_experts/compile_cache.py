@@ -104,7 +104,7 @@ def compile_kernel(name: str) -> int:
     """
     if name not in _loaded:
         if (reason := refusal()) is not None:
-            raise PlanError(reason, "run on a CPU with AVX2, FMA and F16C, or use --executor reference")
+            raise PlanError(reason, "take a CPU with AVX2, FMA and F16C, or --executor reference")
         path = cache_folder() / f"{name}.kernel"
         kernel = _load(path)
         if kernel is None:

@@ -50,7 +50,7 @@ from bloomery.runtime.program import (
 
 _F32: Final = 4
 _ALIGN: Final = 64
-_USE_REFERENCE: Final = "convert the file to a type with a kernel, or run it on the reference executor"
+_USE_REFERENCE: Final = "convert the file to a type with a kernel, or run it with --executor reference"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ in it are unrolled code. That keeps every integer lane at its own width (Numba i
 nothing to the optimiser's liking: multiply-adds are fused exactly where `fma` is written, no float operation carries
 reassociation or contraction flags.
 
-AVX2 with FMA and F16C is the floor (`refusal`). Variants for wider instruction sets branch on `isa()` while emitting.
+AVX2 with FMA and F16C is the floor (`refusal`) and so far the only variant (`ISAS`).
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ _ELEMENTS: Final = {
 }
 _BYTES: Final = {"i8": 1, "i16": 2, "i32": 4, "i64": 8, "f16": 2, "f32": 4, "f64": 8}
 REQUIRED_FEATURES: Final = ("avx2", "fma", "f16c")
+ISAS: Final = ("avx2",)  # what BLOOMERY_ISA may ask for
 _codegen: Any = cgutils
 _I32: Final = _ELEMENTS["i32"]
 _I64: Final = _ELEMENTS["i64"]
@@ -85,19 +86,13 @@ def host_features() -> dict[str, bool]:
 
 
 def refusal(features: dict[str, bool] | None = None) -> str | None:
-    """Why this CPU cannot run the kernels (names the missing instruction sets), or None if it can."""
+    """Why this CPU cannot run the kernels (names the missing instruction sets), or None if it can. Also refuses a
+    BLOOMERY_ISA that there is no variant for."""
+    if (forced := os.environ.get("BLOOMERY_ISA", "")) not in ("", *ISAS):
+        return f"BLOOMERY_ISA={forced}: the host kernels exist for {', '.join(ISAS)}"
     present = host_features() if features is None else features
     missing = [name.upper() for name in REQUIRED_FEATURES if not present.get(name, False)]
     return f"this CPU lacks {', '.join(missing)}, which the host kernels need" if missing else None
-
-
-@functools.cache
-def isa() -> str:
-    """Instruction set that kernels are emitted for. `BLOOMERY_ISA` forces one; so far there is "avx2"."""
-    forced = os.environ.get("BLOOMERY_ISA", "")
-    if forced not in ("", "avx2"):
-        raise ValueError(f"BLOOMERY_ISA={forced}: expected avx2")
-    return "avx2"
 
 
 class Emitter:

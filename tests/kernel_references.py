@@ -62,7 +62,7 @@ def quantise_q8_k(x: Floats) -> tuple[NDArray[np.int8], Floats, NDArray[np.int32
 
 
 def quantise_q8_0(x: Floats) -> tuple[NDArray[np.int8], Floats, NDArray[np.int32], Floats]:
-    """(values, d as stored in f16, sums, s as stored in f16) of each block of 32: ggml's x86 quantize_row_q8_0 / q8_1."""
+    """(values, d as f16 keeps it, sums, s as f16 keeps it), for blocks of 32: ggml's x86 quantize_row_q8_0, q8_1."""
     blocks = x.reshape(-1, 32)
     largest = np.abs(blocks).max(1)
     scale = largest / np.float32(127)

@@ -95,7 +95,9 @@ def test_f16_and_bf16_round_to_nearest_even() -> None:
     brain = Quantised("BF16", x).memory[:, : 2 * 77].copy().view(np.uint16)
     np.testing.assert_array_equal(brain, to_bf16(x))
     x[1, 0] = np.float32(np.nan)
-    assert np.isnan((Quantised("BF16", x).memory[1, :2].copy().view(np.uint16).astype(np.uint32) << 16).view(np.float32))
+    assert np.isnan(
+        (Quantised("BF16", x).memory[1, :2].copy().view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    )
 
 
 @pytest.mark.parametrize("kind", ["Q8_K", "Q8_0"])
