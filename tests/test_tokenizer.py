@@ -11,7 +11,19 @@ import numpy as np
 import pytest
 from llama_vocabulary import LlamaVocabulary, require_library
 from random_texts import random_texts
-from vocabularies import CHUNK, MODELS, NAMES, cases, expected, hashed, hashed_pieces, long_text, pairs, path_of
+from vocabularies import (
+    CHUNK,
+    MODELS,
+    NAMES,
+    cases,
+    edge_texts,
+    expected,
+    hashed,
+    hashed_pieces,
+    long_text,
+    pairs,
+    path_of,
+)
 
 from bloomery.runtime.errors import ModelFileError, RequestError
 from bloomery.runtime.model_file import ModelFile
@@ -65,6 +77,13 @@ def test_long_texts_as_recorded(name: str) -> None:
     ours = tokenizer(name)
     for text, answer in expected(name)["long_texts"].items():
         assert hashed([ours.encode(long_text(text))]) == answer, text
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_edges_of_categories_as_recorded(name: str) -> None:
+    ours = tokenizer(name)
+    for text, answer in zip(edge_texts(), expected(name)["edge_texts"], strict=True):
+        assert hashed([ours.encode(text, add_special=False, parse_special=False)]) == answer, f"{text[:20]!r}..."
 
 
 @pytest.mark.parametrize("name", EVERY)

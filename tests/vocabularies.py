@@ -74,6 +74,21 @@ def cases(name: str, count: int = COUNT) -> Iterator[tuple[str, bool, bool]]:
         yield text, index // 2 % 2 == 1, index % 2 == 1
 
 
+def edge_texts() -> list[str]:
+    """Texts with every code point at which a Unicode category or a pre-tokenizer's set begins or ends, and both its
+    neighbours, in several surroundings. A table with a wrong entry is wrong at some edge."""
+    from bloomery.runtime.tokenizer.pre_tokenizers import _SETS
+    from bloomery.runtime.tokenizer.unicode_categories import WHITESPACE, categories
+
+    edges = {*np.flatnonzero(np.diff(categories())).tolist(), *WHITESPACE}
+    for spans in _SETS.values():
+        edges |= {int(number, 16) for span in spans.split() for number in span.split("-")}
+    near = sorted({edge + offset for edge in edges for offset in (-1, 0, 1)})
+    characters = [chr(point) for point in near if 0 < point < 0xD800 or 0xE000 <= point < 0x110000]
+    texts = [f"a{c} {c}b1{c}2.{c}!\n{c}{c}'{c}s  {c}A{c}я{c}中{c}9\n" for c in characters]
+    return ["".join(texts[start : start + 200]) for start in range(0, len(texts), 200)]
+
+
 def hashed(rows: Iterable[list[int]]) -> str:
     """SHA-256 of lists of ids: each as its length and then the ids, int32 little-endian."""
     digest = hashlib.sha256()
@@ -115,6 +130,9 @@ def answers_of_llama_cpp(name: str) -> dict[str, Any]:
         "end_tokens": sorted(vocabulary.end_tokens()),
         "pieces": hashed_pieces(vocabulary.size, lambda token, special: vocabulary.piece(token, special=special)),
         "long_texts": {text: hashed([vocabulary.encode(long_text(text).encode())]) for text in ("prose", "code")},
+        "edge_texts": [
+            hashed([vocabulary.encode(text.encode(), add_special=False, parse_special=False)]) for text in edge_texts()
+        ],
         "random_texts": [hashed(rows[start : start + CHUNK]) for start in range(0, COUNT, CHUNK)],
     }
     vocabulary.close()
