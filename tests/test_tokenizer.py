@@ -244,6 +244,18 @@ def test_incomplete_vocabulary(tmp_path: Path) -> None:
     assert not ours.add_bos
 
 
+def test_tokens_and_merges_that_are_no_utf8(tmp_path: Path) -> None:
+    path = write_vocabulary(
+        tmp_path / "v.gguf",
+        merges=["a b", "? ?", "Ġ ab", "??? ?"],
+        tokens=[*"abcdĠ", "ab", "?????"],
+        token_type=None,
+    )
+    path.write_bytes(path.read_bytes().replace(b"?", b"\xff"))
+    ours = opened(path)
+    assert [ours.token_text(token) for token in ours.encode("ab c")] == ["ab", "Ġ", "c"]
+
+
 def test_adds_bos_and_eos_as_the_file_says(tmp_path: Path) -> None:
     ours = opened(write_vocabulary(tmp_path / "v.gguf", add_bos_token=True, add_eos_token=True, bos_token_id=7))
     assert ours.encode("ab") == [7, ours.token_id("ab"), 5]

@@ -57,6 +57,7 @@ class BytePairEncoder:
         # A token that is no UTF-8 (a surrogate escape) cannot come out of a word's characters; the library refuses it.
         if not _is_utf8("".join(texts)):
             texts = {text: number for text, number in texts.items() if _is_utf8(text)}
+            merges = {pair: None for pair in merges if _is_utf8("".join(pair))}
         self._merger = BPE(texts, list(merges))
         self._words = WordCache(self._word)
 
