@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from bloomery.runtime.architectures import deepseek2, llama, qwen3, qwen3moe
+from bloomery.runtime.architectures import deepseek2, deepseek4, deepseek41, llama, qwen3, qwen3moe
 from bloomery.runtime.errors import ModelFileError
 from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.program import Program
 
 ARCHITECTURES: Mapping[str, Callable[[ModelFile], Program]] = {
     "deepseek2": deepseek2.build,
+    "deepseek4": deepseek4.build,
+    "deepseek41": deepseek41.build,
     "llama": llama.build,
     "qwen3": qwen3.build,
     "qwen3moe": qwen3moe.build,

@@ -6,8 +6,10 @@ It knows the naming of GGUF tensors (`blk.<layer>.<role>.weight`) and nothing of
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Literal
 
+from bloomery.runtime.engram_hash import EngramHash
 from bloomery.runtime.errors import ModelFileError
 from bloomery.runtime.model_file import ModelFile, Tensor
 from bloomery.runtime.program import (
@@ -54,6 +56,18 @@ class ProgramBuilder:
         self._weights[name] = self.model.tensor(name, shape)
         return name
 
+    def grouped_weight(self, role: str, shape: tuple[int, int, int]) -> str:
+        """A weight of one matrix a group, `shape` = (inputs, outputs, groups). Files store it so or with the matrices'
+        rows one after the other, (inputs, outputs * groups): the same bytes."""
+        name = f"{self.prefix}{role}.weight"
+        inputs, outputs, groups = shape
+        stored = self.model.tensors.get(name)
+        if stored is None or len(stored.shape) < 3:
+            self._weights[name] = replace(self.model.tensor(name, (inputs, outputs * groups)), shape=shape)
+        else:
+            self._weights[name] = self.model.tensor(name, shape)
+        return name
+
     def optional_weight(self, role: str, shape: _Shape, suffix: str = "weight") -> str | None:
         """Like `weight`, or None if the file does not have the tensor."""
         return self.weight(role, shape, suffix) if self.model.has(f"{self.prefix}{role}.{suffix}") else None
@@ -70,6 +84,12 @@ class ProgramBuilder:
         name = f"{self.prefix}{role}"
         self._states[name] = CacheState(name, width)
         return name
+
+    def add_state(self, state: CacheState) -> str:
+        """Declares a state of any kind; returns its name."""
+        assert state.name not in self._states, f"state {state.name} declared twice"
+        self._states[state.name] = state
+        return state.name
 
     def emit(self, op: Op) -> None:
         self._ops.append(op)
@@ -113,6 +133,13 @@ class ProgramBuilder:
         self.emit(SelectRows("select_rows", hidden, selected))
         return selected
 
+    def select_also(self, view: View) -> View:
+        """Another whole buffer, cut to the wanted rows; after `select_rows`."""
+        assert self.rows == "out"
+        selected = self.buffer(view.buffer, view.width)
+        self.emit(SelectRows(f"select_{view.buffer}", view, selected))
+        return selected
+
     def head(self, hidden: View, vocabulary: int) -> None:
         """Final norm, logits and greedy token. A file without output.weight uses token_embd for the logits (tied)."""
         self.prefix = ""
@@ -125,7 +152,13 @@ class ProgramBuilder:
 
     # -- the end ----------------------------------------------------------------------------------------------------
     def finish(
-        self, *, vocabulary: int, context_length: int, layers: int, read_elsewhere: Iterable[str] = ()
+        self,
+        *,
+        vocabulary: int,
+        context_length: int,
+        layers: int,
+        read_elsewhere: Iterable[str] = (),
+        engram: EngramHash | None = None,
     ) -> Program:
         """The program. Tensors of the file that no op reads are an error: they would be a variant of the architecture
         that these ops do not compute. `read_elsewhere` names those that building used up, or that are rightly left.
@@ -149,6 +182,7 @@ class ProgramBuilder:
             layers=layers,
             logits="logits.out",
             argmax="argmax.out",
+            engram=engram,
         )
 
 

@@ -41,12 +41,13 @@ def attend(b: ProgramBuilder, q: View, k: View, v: View, shape: HeadShape, scale
     return mixed
 
 
-def feed_forward(b: ProgramBuilder, x: View, width: int, kind: Literal["", "_shexp"] = "") -> View:
-    """down(silu(gate(x)) * up(x)) of hidden width `width`: the layer's own, or ("_shexp") its shared experts."""
+def feed_forward(b: ProgramBuilder, x: View, width: int, kind: Literal["", "_shexp"] = "", limit: float = 0.0) -> View:
+    """down(silu(gate(x)) * up(x)) of hidden width `width`: the layer's own, or ("_shexp") its shared experts. `limit`
+    as in op SwiGlu."""
     gate, up = b.buffer(f"gate{kind}", width), b.buffer(f"up{kind}", width)
     out = b.buffer(f"ffn{kind}", x.width)
     b.matmul(x, (f"ffn_gate{kind}", gate), (f"ffn_up{kind}", up))
-    b.emit(SwiGlu(b.op_name(f"swiglu{kind}"), gate, up, gate))
+    b.emit(SwiGlu(b.op_name(f"swiglu{kind}"), gate, up, gate, limit))
     b.matmul(gate, (f"ffn_down{kind}", out))
     return out
 

@@ -75,14 +75,17 @@ def read_rotary(model: ModelFile, dimensions: int, *, yarn_grows: bool = True) -
     return Rotary(tuple(float(f) for f in frequencies), magnitude, factor, kind)
 
 
-def yarn_kept_share(dimensions: int, base: float, original_context: int) -> NDArray[np.float64]:
-    """The share of each pair's own frequency that YaRN keeps: 1 for fast pairs, 0 for slow ones, a ramp between."""
+def yarn_kept_share(
+    dimensions: int, base: float, original_context: int, fast: float | None = None, slow: float | None = None
+) -> NDArray[np.float64]:
+    """The share of each pair's own frequency that YaRN keeps: 1 for fast pairs, 0 for slow ones, a ramp between. `fast`
+    and `slow` (default BETA_FAST, BETA_SLOW) are rotations over the original context."""
 
     def pair_with_rotations(rotations: float) -> float:
         return dimensions * math.log(original_context / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
-    low = max(0.0, math.floor(pair_with_rotations(BETA_FAST)))
-    high = min(dimensions - 1.0, math.ceil(pair_with_rotations(BETA_SLOW)))
+    low = max(0.0, math.floor(pair_with_rotations(BETA_FAST if fast is None else fast)))
+    high = min(dimensions - 1.0, math.ceil(pair_with_rotations(BETA_SLOW if slow is None else slow)))
     ramp = (np.arange(dimensions // 2) - low) / max(0.001, high - low)
     return np.asarray(1.0 - np.clip(ramp, 0.0, 1.0), dtype=np.float64)
 
