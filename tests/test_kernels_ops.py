@@ -161,9 +161,10 @@ def test_attention(shape: tuple[int, int, int, int, bool], cache_type: str) -> N
             group = head // (heads // groups)
             k = keys[slot, : position + 1, group * key_width :][:, :key_width].astype(np.float64)
             v = values[slot, : position + 1, group * value_width :][:, :value_width].astype(np.float64)
-            weights = np.exp((k @ q[row, head * key_width :][:key_width]) * scale)
-            exact = weights @ v / weights.sum()
-            np.testing.assert_allclose(made[row, head], exact, rtol=0, atol=4e-6)
+            weights = np.exp((k @ q[row, head * key_width :][:key_width].astype(kind).astype(np.float64)) * scale)
+            weights /= weights.sum()
+            rounding = 2.0**-11 * (weights @ np.abs(v)) if cache_type == "f16" else 0.0  # of each weight to f16
+            assert np.all(np.abs(made[row, head] - weights @ v) <= 4e-6 + rounding)
     alone, _alive2 = step_of(1, slots=slots[1:2], positions=positions[1:2])  # a row of a block equals the row alone
     words[5], words[8] = q[1:].ctypes.data, out[1:].ctypes.data
     run_kernel(f"attention_{cache_type}", words, alone)
@@ -185,7 +186,8 @@ def test_attention_of_one_position_is_its_value_and_of_two_the_stated_order() ->
     np.testing.assert_array_equal(out[0], values[0, 0])
     dots = float_dot(keys[0], q[1])
     first, second = np.exp((dots - dots.max()).astype(np.float64)).astype(np.float32)
-    expected = fma(values[0, 1], second, fma(values[0, 0], first, np.float32(0))) / (first + second)
+    total = first + second
+    expected = fma(values[0, 1], second / total, fma(values[0, 0], first / total, np.float32(0)))
     np.testing.assert_allclose(out[1], expected, rtol=3e-7, atol=1e-7)
 
 
@@ -235,7 +237,7 @@ def test_router_ties_go_to_the_lower_id_and_nan_loses() -> None:
     assert not np.isnan(mix).any()
     for all_nan in ("softmax", "sigmoid"):  # still distinct, valid ids
         ids, _ = run_router(np.full((2, 10), np.nan, np.float32), 3, all_nan, None, True, 1.0, 5, 2)
-        assert all(len(set(row)) == 3 and 0 <= min(row) and max(row) < 10 for row in ids.tolist())
+        assert all(len(set(row)) == 3 and min(row) >= 0 and max(row) < 10 for row in ids.tolist())
 
 
 def test_experts_sum_adds_in_rank_order() -> None:

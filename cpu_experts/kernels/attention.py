@@ -3,12 +3,13 @@
 Owns its order of operations, which depends on nothing but the row's own position:
 
     score[p]  = scale * (q . key[p])     the float dot of `float_dots` (16 lanes by index mod 16, fixed tree), f32
-    weight[p] = e^(score[p] - greatest score)
-    total     = weights summed in 8 lanes by p mod 8, then ((0+1)+(2+3)) + ((4+5)+(6+7))
-    out[j]    = (fma over p in ascending order of weight[p] * value[p][j], from 0) / total
+    e[p]      = e^(score[p] - greatest score)
+    total     = e summed in 8 lanes by p mod 8, then ((0+1)+(2+3)) + ((4+5)+(6+7))
+    weight[p] = e[p] / total
+    out[j]    = fma over p in ascending order of weight[p] * value[p][j], from 0
 
-Keys and values of f16 caches are widened; queries and weights stay f32. Head by head, so that the rows of a prompt
-block meet the same keys while they are in cache.
+With an f16 cache, q and the weights are rounded to f16 before they meet it, as ggml rounds them. Head by head, so that
+the rows of a prompt block meet the same keys while they are in cache.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from bloomery.cpu_experts.simd import (
     f32x8,
     float_argument,
     load_i32,
+    vector,
 )
 
 _INT = types.int64
@@ -47,12 +49,21 @@ _INT = types.int64
 ATTENTION_WORDS: Final = 19
 
 
+def _as_cached(s: Emitter, name: str, value: Value) -> Value:
+    """f32 values (a scalar or a vector) rounded to the type of the cache that they meet."""
+    if name == "F32":
+        return value
+    scalar = value.type == f32x8.ir.element
+    half = f16x8.ir.element if scalar else vector("f16", value.type.count).ir
+    return s.b.fpext(s.b.fptrunc(value, half), value.type)
+
+
 def _key_step(name: str) -> Any:
     @emits(f32x64, _INT, _INT, _INT, _INT, _INT, f32x64)
     def step(s: Emitter, k0: Value, k1: Value, k2: Value, k3: Value, q: Value, lanes: Value) -> Value:
         keys = [load_floats(s, name, key) for key in (k0, k1, k2, k3)]
         wide = s.concat(s.concat(keys[0], keys[1]), s.concat(keys[2], keys[3]))
-        query = s.load(f32x16, q)
+        query = _as_cached(s, name, s.load(f32x16, q))
         twice = s.concat(query, query)
         return s.fma(wide, s.concat(twice, twice), lanes)
 
@@ -62,7 +73,7 @@ def _key_step(name: str) -> Any:
 def _key_tail(name: str) -> Any:
     @emits(f32x64, _INT, _INT, _INT, _INT, _INT, types.int64, f32x64)
     def step(s: Emitter, k0: Value, k1: Value, k2: Value, k3: Value, q: Value, lane: Value, lanes: Value) -> Value:
-        query = s.load_scalar("f32", q)
+        query = _as_cached(s, name, s.load_scalar("f32", q))
         for row, key in enumerate((k0, k1, k2, k3)):
             at = s.add(lane, lane.type(16 * row))
             total = s.fma(load_float(s, name, key), query, s.b.extract_element(lanes, at))
@@ -111,6 +122,14 @@ def _weights_8(s: Emitter, scores: Value, count: Value, greatest: Value, total: 
     return s.fadd(total, weights)
 
 
+def _divide_8(name: str) -> Any:
+    @emits(types.void, _INT, types.float32)
+    def divide(s: Emitter, scores: Value, total: Value) -> None:
+        s.store(_as_cached(s, name, s.fdiv(s.load(f32x8, scores), s.splat(f32x8, total))), scores)
+
+    return divide
+
+
 @emits(types.float32, f32x8)
 def _sum(s: Emitter, value: Value) -> Value:
     return s.float_sum(value)
@@ -142,15 +161,15 @@ def _value_single(name: str) -> Any:
     return step
 
 
-def _divided(kind: Any) -> Any:
-    @emits(types.void, kind, types.float32, _INT)
-    def store(s: Emitter, total: Value, divisor: Value, out: Value) -> None:
-        s.store(s.fdiv(total, divisor if kind is types.float32 else s.splat(kind, divisor)), out)
+def _store(kind: Any) -> Any:
+    @emits(types.void, kind, _INT)
+    def store(s: Emitter, total: Value, out: Value) -> None:
+        s.store(total, out)
 
     return store
 
 
-_store_64, _store_8, _store_1 = _divided(f32x64), _divided(f32x8), _divided(types.float32)
+_store_64, _store_8, _store_1 = _store(f32x64), _store(f32x8), _store(types.float32)
 
 
 @emits(types.float32)
@@ -162,7 +181,7 @@ def attention(cache_type: str) -> Callable[[int, int, int, int], None]:
     """Kernel `attention_<type>` for caches of type f32 or f16."""
     name = cache_type.upper()
     element = 4 if name == "F32" else 2
-    key_step, key_tail = _key_step(name), _key_tail(name)
+    key_step, key_tail, divide_8 = _key_step(name), _key_tail(name), _divide_8(name)
     value_64, value_8, value_1 = _value_step(name, 64), _value_step(name, 8), _value_single(name)
 
     def kernel(args: int, rank: int, ranks: int, step: int) -> None:
@@ -203,24 +222,26 @@ def attention(cache_type: str) -> Callable[[int, int, int, int], None]:
             for position in range(0, seen, 8):
                 sums = _weights_8(scores + 4 * position, seen - position, greatest, sums)
             total = _sum(sums)
+            for position in range(0, seen, 8):
+                divide_8(scores + 4 * position, total)
             column = 0
             while column + 64 <= value_width:
                 wide = no_lanes()
                 for position in range(seen):
                     wide = value_64(values + position * value_stride + column * element, scores + 4 * position, wide)
-                _store_64(wide, total, out + 4 * column)
+                _store_64(wide, out + 4 * column)
                 column += 64
             while column + 8 <= value_width:
                 eight = _nothing()
                 for position in range(seen):
                     eight = value_8(values + position * value_stride + column * element, scores + 4 * position, eight)
-                _store_8(eight, total, out + 4 * column)
+                _store_8(eight, out + 4 * column)
                 column += 8
             while column < value_width:
                 one = _no_total()
                 for position in range(seen):
                     one = value_1(values + position * value_stride + column * element, scores + 4 * position, one)
-                _store_1(one, total, out + 4 * column)
+                _store_1(one, out + 4 * column)
                 column += 1
 
     return kernel
