@@ -29,6 +29,8 @@ for name in sys.argv[1:]:
 print(digest.hexdigest())
 """
 
+COMPILE = "import sys; from bloomery.cpu_experts.compile_cache import compile_kernel; compile_kernel(sys.argv[1])"
+
 
 def start(code: str, cache: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
@@ -57,8 +59,8 @@ def test_kernels_compiled_by_different_processes_do_not_mix(tmp_path: Path) -> N
     """Functions inside kernels can have equal names when different processes compiled them: each kernel must still call
     its own."""
     apart = tmp_path / "apart"
-    compute(apart, "Q4_K")
-    compute(apart, "Q3_K")
+    for kernel in ("matmul_Q4_K", "matmul_Q3_K"):
+        finish(start(COMPILE, apart, kernel))
     loaded = compute(apart, "Q4_K", "Q3_K")
     assert loaded == compute(tmp_path / "together", "Q4_K", "Q3_K")
 
