@@ -21,7 +21,7 @@ from typing import Any
 import zmq
 
 from bloomery.runtime.completion import Completion, failure_error, gather, new_request_id
-from bloomery.runtime.connection import Connection, Delivery, Result, require_listener
+from bloomery.runtime.connection import RESTART_HINT, Connection, Delivery, Result, require_listener
 from bloomery.runtime.credit import CreditWindow
 from bloomery.runtime.errors import RequestError
 from bloomery.runtime.facts import Limits, ModelFacts, PlanFacts
@@ -193,9 +193,11 @@ class ControlClient:
         request_id = new_request_id()
         deadline = time.monotonic() + self._timeout
         with self._lock:
-            self._socket.send_multipart(
-                pack(Message(Kind.CALL, request_id, {"method": method, "arguments": arguments}))
-            )
+            body = {"method": method, "arguments": arguments}
+            try:
+                self._socket.send_multipart(pack(Message(Kind.CALL, request_id, body)), zmq.NOBLOCK)
+            except zmq.Again:
+                raise RequestError("daemon_lost", f"nobody takes calls on {self.endpoint}", RESTART_HINT) from None
             while self._socket.poll(int(max(0.0, deadline - time.monotonic()) * 1000)):
                 try:
                     answer = unpack(self._socket.recv_multipart())

@@ -141,7 +141,7 @@ class Connection:
     def _greet(self, name: str, timeout: float) -> Welcome:
         deadline = time.monotonic() + timeout
         while True:
-            self._socket.send_multipart(pack(Message(Kind.HELLO, body={"versions": list(VERSIONS), "client": name})))
+            self._transmit(Message(Kind.HELLO, body={"versions": list(VERSIONS), "client": name}))
             answer = self._await_greeting(deadline)
             if answer.kind == Kind.WELCOME:
                 return Welcome.of(answer.body)
@@ -172,7 +172,7 @@ class Connection:
         error = RequestError("daemon_lost", "the connection was closed by this client")
         try:
             self._serve()
-            self._socket.send_multipart(pack(Message(Kind.BYE)))
+            self._transmit(Message(Kind.BYE))
         except RequestError as lost:
             error = lost
         except zmq.ZMQError as lost:
@@ -202,19 +202,29 @@ class Connection:
             if self._wake in ready:
                 os.eventfd_read(self._wake)
             while self._outgoing:
-                self._socket.send_multipart(pack(self._outgoing.popleft()))
+                self._transmit(self._outgoing.popleft())
             if self._socket in ready:
                 heard = now
                 self._receive()
             elif self._monitor in ready:
-                raise RequestError("daemon_lost", f"the daemon on {self.endpoint} is gone", RESTART_HINT)
+                raise self._gone()
             if now - heard > SILENT_HEARTBEATS * heartbeat:
                 raise RequestError(
                     "daemon_lost", f"the daemon on {self.endpoint} is silent for {now - heard:.1f} s", RESTART_HINT
                 )
             if self._waiting and now - pinged >= heartbeat:
                 pinged = now
-                self._socket.send_multipart(pack(Message(Kind.PING)))
+                self._transmit(Message(Kind.PING))
+
+    def _transmit(self, message: Message) -> None:
+        """Never waits: the queue has no bound, so only a connection that is gone refuses a message."""
+        try:
+            self._socket.send_multipart(pack(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise self._gone() from None
+
+    def _gone(self) -> RequestError:
+        return RequestError("daemon_lost", f"the daemon on {self.endpoint} is gone", RESTART_HINT)
 
     def _receive(self) -> None:
         """Routes everything that has arrived. One unreadable message ends the connection: its request would hang."""
@@ -234,7 +244,7 @@ class Connection:
 
     def _route(self, message: Message) -> None:
         if message.kind == Kind.PING:
-            self._socket.send_multipart(pack(Message(Kind.PONG, message.request_id)))
+            self._transmit(Message(Kind.PONG, message.request_id))
         elif message.kind == Kind.RESULT:
             self._finish(message.request_id, Result(message.request_id, message.body.get("value")))
         elif message.kind == Kind.ERROR and message.request_id == NO_REQUEST:
