@@ -139,6 +139,7 @@ class _Lowering:
         self.out.append(Stage(kernel, arguments, self.label))
 
     def _lower(self, op: Op) -> None:
+        self._require_plain(op)
         match op:
             case EmbedRows():
                 self._embed(op)
@@ -174,6 +175,20 @@ class _Lowering:
                 self._contiguous(op.x)
                 greedy = self.context.view(op.out)
                 self.emit("argmax", self._rows(op.x), *self.context.view(op.x), *greedy, op.x.elements)
+            case _:
+                raise PlanError(
+                    f"{self.program.architecture}: op {op.name} ({type(op).__name__}) has no host kernel yet",
+                    "run it with --executor reference",
+                )
+
+    def _require_plain(self, op: Op) -> None:
+        """Refuses what some ops can be told since their kernels were written."""
+        for option in ("limit", "behind"):
+            if getattr(op, option, 0):
+                raise PlanError(
+                    f"{self.program.architecture}: op {op.name} has a {option}, which its host kernel lacks",
+                    "run it with --executor reference",
+                )
 
     # ---- what views and tensors mean to kernels
     def _rows(self, view: View) -> int:

@@ -20,7 +20,8 @@ from bloomery.runtime.divergence import kl_divergence
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.executor import StepRows
 from bloomery.runtime.model_file import ModelFile, Tensor
-from bloomery.runtime.program import Buffer, EmbedRows, MatMul, Program, View
+from bloomery.runtime.ops_deepseek4 import UnitNorm
+from bloomery.runtime.program import Buffer, EmbedRows, MatMul, Program, SwiGlu, View
 from bloomery.runtime.quant_types import QuantType
 
 
@@ -150,6 +151,17 @@ def one_product(kind: str, width: int) -> Program:
 def test_types_without_a_kernel_are_refused_by_name(kind: str) -> None:
     with pytest.raises(PlanError, match=rf"some\.gguf: tensor w of op product has type {kind}.*Q4_K"):
         required_kernels(one_product(kind, 256), "f32")
+
+
+def test_ops_without_a_kernel_are_refused_by_name() -> None:
+    program = one_product("Q8_0", 256)
+    x = View("x", 0, 256)
+    for op, named in (
+        (UnitNorm("unit norm", x, x, 1e-6), r"op unit norm \(UnitNorm\)"),
+        (SwiGlu("gated", x, x, x, limit=10.0), "op gated has a limit"),
+    ):
+        with pytest.raises(PlanError, match=named):
+            required_kernels(replace(program, ops=(*program.ops, op)), "f32")
 
 
 def test_rows_that_do_not_fill_blocks_are_refused() -> None:
