@@ -17,12 +17,12 @@ FinishReason: TypeAlias = Literal["stop", "length", "context", "aborted"]
 
 @dataclass(frozen=True)
 class SamplingParameters:
-    """How the next token is chosen. temperature 0 is greedy (argmax, ties to the lower id). Defaults are llama-server's.
+    """How the next token is chosen. temperature 0 is greedy (argmax, ties to the lower id). Defaults: llama-server's.
 
     Order: logit bias, penalties over the last `repeat_last_n` tokens (-1: all), top-k (0: off), top-p, min-p,
-    temperature, draw. `logprobs` asks for that many most probable tokens (0: none) of the model's own distribution: that
-    of the raw logits, before bias, penalties, filters and temperature. `seed` (0 to 2**32 - 1) None draws a fresh one,
-    which Final reports; how it makes tokens of logits is stated at `runtime.sampling.Sampler`.
+    temperature, draw. `logprobs` asks for that many most probable tokens (0: none) of the model's own distribution:
+    that of the raw logits, before bias, penalties, filters and temperature. `seed` (0 to 2**32 - 1) None draws a fresh
+    one, which Final reports; how it makes tokens of logits is stated at `runtime.sampling.Sampler`.
     """
 
     temperature: float = 0.8
@@ -40,9 +40,10 @@ class SamplingParameters:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One request. The prompt is exactly one of: `tokens` as they are; `text` tokenised as the file says (`add_special`,
-    `parse_special`); `messages` (OpenAI-style role/content maps) rendered by the file's chat template, to which
-    `template_variables` are passed. max_tokens -1: until the end token or the context's end; 0: only the prompt is processed.
+    """One request. The prompt is exactly one of: `tokens` as they are; `text` tokenised as the file says
+    (`add_special`, `parse_special`); `messages` (OpenAI-style role/content maps) rendered by the file's chat template,
+    to which `template_variables` are passed. max_tokens -1: until the end token or the context's end; 0: only the
+    prompt is processed.
 
     `score_prompt` returns the log-probability of each prompt token after the first. `logits` "all" returns the raw
     float32 logits after every evaluated token, "generated" only those that tokens were chosen from.
@@ -112,7 +113,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Final:
-    """The end of a request. `stop` is the stop string or "" (end or stop token, which `tokens` of the chunks include)."""
+    """The end of a request. `stop` is the stop string or "" (end or stop token, which the chunks' `tokens` include)."""
 
     request_id: bytes
     reason: FinishReason

@@ -1,8 +1,9 @@
 # ruff: noqa  (part of the oracle kit, kept as it came so that it makes the same bytes)
 """Rebuild data/: the tiny models (xz-packed GGUFs) and the oracle's answers for them.
 
-    python build_data.py WORKDIR [--models qwen3moe,llama]     # needs the oracle
+python build_data.py WORKDIR [--models qwen3moe,llama]     # needs the oracle
 """
+
 import argparse
 import lzma
 import os

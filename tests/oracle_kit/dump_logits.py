@@ -10,6 +10,7 @@ tokens[0..i]), `greedy` (int32, the greedy continuation), `greedy_margin` (float
 far the top logit stood above the second at each greedy step: where it is small, another
 correct implementation may differ from there on), `info` (a JSON string).
 """
+
 import argparse
 import json
 
@@ -19,18 +20,26 @@ import oracle
 
 
 def dump(path, out, tokens, n_greedy=32, kv="f32", flash=False, threads=2, repack=False):
-    m = oracle.Model(path, n_ctx=max(256, len(tokens) + n_greedy + 8), threads=threads,
-                     kv=kv, flash=flash, repack=repack)
+    m = oracle.Model(
+        path, n_ctx=max(256, len(tokens) + n_greedy + 8), threads=threads, kv=kv, flash=flash, repack=repack
+    )
     logits = m.logits(tokens)
     greedy, rows = m.greedy(tokens, n_greedy)
     top = np.sort(rows, 1)[:, -2:]
-    info = {"oracle": oracle.version(), "kv": kv, "flash": flash,
-            "perplexity_of_tokens": oracle.perplexity(logits, tokens)}
+    info = {
+        "oracle": oracle.version(),
+        "kv": kv,
+        "flash": flash,
+        "perplexity_of_tokens": oracle.perplexity(logits, tokens),
+    }
     np.savez_compressed(
-        out, tokens=np.asarray(tokens, np.int32), logits=logits.astype(np.float32),
+        out,
+        tokens=np.asarray(tokens, np.int32),
+        logits=logits.astype(np.float32),
         greedy=np.asarray(greedy, np.int32),
         greedy_margin=(top[:, 1] - top[:, 0]).astype(np.float32),
-        info=np.array(json.dumps(info)))
+        info=np.array(json.dumps(info)),
+    )
     m.close()
     return logits, greedy
 
@@ -61,8 +70,7 @@ def main():
             top = min(m.n_vocab, 500) if m.n_vocab <= 512 else m.n_vocab
             tokens = np.random.default_rng(a.seed).integers(0, top, a.random).tolist()
         m.close()
-    logits, greedy = dump(a.model, a.out, tokens, a.greedy, a.kv, a.flash, a.threads,
-                          a.repack)
+    logits, greedy = dump(a.model, a.out, tokens, a.greedy, a.kv, a.flash, a.threads, a.repack)
     print("tokens", len(tokens), "logits", logits.shape, "std %.3f" % logits.std())
     print("top-1 of the last position", int(logits[-1].argmax()), "greedy", greedy)
 

@@ -12,6 +12,7 @@ layer still differs.  Pool values are bfloat16 numbers, so F32, F16 and BF16 fil
 hold exactly the same weights.  Each block adds only a part (gain `branch`) to the
 residual stream, so that rounding differences do not blow up from layer to layer.
 """
+
 import argparse
 import os
 
@@ -50,6 +51,7 @@ def byte_alphabet():
 
 def train_bpe(n_merges):
     import re
+
     alpha = byte_alphabet()
     words = {}
     for w in re.findall(r" ?\w+| ?[^\w\s]+|\s+", TEXT):
@@ -93,9 +95,12 @@ def add_tokenizer_sized(w, pre, n_vocab):
 def add_tokenizer(w, pre, n_merges=None):
     bar, low = "\uff5c", "\u2581"
     if pre.startswith("deepseek"):
-        special = ["<%sbegin%sof%ssentence%s>" % (bar, low, low, bar),
-                   "<%send%sof%ssentence%s>" % (bar, low, low, bar),
-                   "<%sUser%s>" % (bar, bar), "<%sAssistant%s>" % (bar, bar)]
+        special = [
+            "<%sbegin%sof%ssentence%s>" % (bar, low, low, bar),
+            "<%send%sof%ssentence%s>" % (bar, low, low, bar),
+            "<%sUser%s>" % (bar, bar),
+            "<%sAssistant%s>" % (bar, bar),
+        ]
     else:
         special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
     alpha = byte_alphabet()
@@ -109,7 +114,7 @@ def add_tokenizer(w, pre, n_merges=None):
             seen.add(a + b)
             toks.append(a + b)
     types = [1] * len(toks)
-    while len(toks) < N_VOCAB - len(special):      # two merges may make one token
+    while len(toks) < N_VOCAB - len(special):  # two merges may make one token
         toks.append("[UNUSED%d]" % len(toks))
         types.append(5)
     first = len(toks)
@@ -139,7 +144,7 @@ def bf16(x):
     u = x.view(np.uint32)
     u = (u + 0x7FFF + ((u >> 16) & 1)) & np.uint32(0xFFFF0000)
     y = u.view(np.float32).copy()
-    y[np.abs(y) < 2.0 ** -12] = 0
+    y[np.abs(y) < 2.0**-12] = 0
     return y
 
 
@@ -303,10 +308,11 @@ def deepseek2(w, t, s):
         t.mat(b + "attn_k_b.weight", nope, h, kvl)
         t.mat(b + "attn_v_b.weight", kvl, h, v)
         if not mla:
-            k = t.out.pop(b + "attn_k_b.weight").transpose(0, 2, 1)      # h, nope, kvl
-            vv = t.out.pop(b + "attn_v_b.weight")                        # h, v, kvl
+            k = t.out.pop(b + "attn_k_b.weight").transpose(0, 2, 1)  # h, nope, kvl
+            vv = t.out.pop(b + "attn_v_b.weight")  # h, v, kvl
             t.out[b + "attn_kv_b.weight"] = np.ascontiguousarray(
-                np.concatenate([k, vv], 1).reshape(h * (nope + v), kvl))
+                np.concatenate([k, vv], 1).reshape(h * (nope + v), kvl)
+            )
         t.mat(b + "attn_output.weight", h * v, e, gain=br)
         t.vec(b + "ffn_norm.weight", e)
         if i < s["n_dense"]:
@@ -334,7 +340,7 @@ def deepseek4(w, t, s):
     w.add_expert_shared_count(s["n_shared"])
     w.add_expert_weights_scale(s["scale"])
     w.add_expert_weights_norm(True)
-    w.add_expert_gating_func(type("E", (), {"value": 4}))          # sqrt(softplus)
+    w.add_expert_gating_func(type("E", (), {"value": 4}))  # sqrt(softplus)
     n = s["n_layer"]
     w.add_array(a + ".swiglu_clamp_exp", [s["clamp"]] * n)
     w.add_array(a + ".swiglu_clamp_shexp", [s["clamp"]] * n)
@@ -393,27 +399,58 @@ def deepseek4(w, t, s):
         t.vec(b + "ffn_norm.weight", e)
         experts(t, b, e, s["ff_exp"], s["n_exp"], s["n_shared"] * s["ff_exp"])
         if i < s["n_hash"]:
-            ids = np.argsort(t.rng.random((N_VOCAB, s["n_exp"])), 1)[:, :s["n_used"]]
+            ids = np.argsort(t.rng.random((N_VOCAB, s["n_exp"])), 1)[:, : s["n_used"]]
             t.out[b + "ffn_gate_tid2eid.weight"] = np.ascontiguousarray(ids.astype(np.int32))
         else:
             t.vec(b + "exp_probs_b.bias", s["n_exp"], mean=0, dev=0.1)
 
 
 LITE = dict(
-    arch="deepseek2", build=deepseek2, n_embd=256, n_layer=27, n_head=2, theta=10000.0,
-    nope=32, rope=16, v=64, kv_lora=256, n_ff=416, ff_exp=32, n_exp=12, n_used=3, n_shared=2,
-    n_dense=1, scale=1.0, norm=False, gating=1, n_ctx=163840, n_ctx_orig=4096,
-    mscale_all=0.707, branch=0.25, pre="deepseek-llm")
+    arch="deepseek2",
+    build=deepseek2,
+    n_embd=256,
+    n_layer=27,
+    n_head=2,
+    theta=10000.0,
+    nope=32,
+    rope=16,
+    v=64,
+    kv_lora=256,
+    n_ff=416,
+    ff_exp=32,
+    n_exp=12,
+    n_used=3,
+    n_shared=2,
+    n_dense=1,
+    scale=1.0,
+    norm=False,
+    gating=1,
+    n_ctx=163840,
+    n_ctx_orig=4096,
+    mscale_all=0.707,
+    branch=0.25,
+    pre="deepseek-llm",
+)
 
 # Not 8 experts in any of them: llama.cpp's mixes have rules for just that number.
 MODELS = {
     # head_dim * n_head != n_embd, as in Qwen3-30B-A3B
-    "qwen3moe": dict(arch="qwen3moe", build=qwen3, n_embd=256, n_layer=4, n_head=8, n_kv=2,
-                     head_dim=64, theta=1e6, n_ff=512, ff_exp=256, n_exp=16, n_used=4),
-    "qwen3": dict(arch="qwen3", build=qwen3, n_embd=256, n_layer=3, n_head=8, n_kv=2,
-                  head_dim=64, theta=1e6, n_ff=768),
-    "llama": dict(arch="llama", build=llama, n_embd=256, n_layer=3, n_head=8, n_kv=2,
-                  theta=500000.0, n_ff=768),
+    "qwen3moe": dict(
+        arch="qwen3moe",
+        build=qwen3,
+        n_embd=256,
+        n_layer=4,
+        n_head=8,
+        n_kv=2,
+        head_dim=64,
+        theta=1e6,
+        n_ff=512,
+        ff_exp=256,
+        n_exp=16,
+        n_used=4,
+    ),
+    "qwen3": dict(arch="qwen3", build=qwen3, n_embd=256, n_layer=3, n_head=8, n_kv=2, head_dim=64, theta=1e6, n_ff=768),
+    "llama": dict(arch="llama", build=llama, n_embd=256, n_layer=3, n_head=8, n_kv=2, theta=500000.0, n_ff=768),
     # V2-Lite: no q_lora.  llama.cpp takes a deepseek2 file for "lite" by its layer
     # count (26 or 27) alone, so a tiny one must have that many layers too.
     "deepseek2-lite": LITE,
@@ -421,16 +458,64 @@ MODELS = {
     "deepseek2-lite-kvb": dict(LITE, mla=False),
     # V3: q_lora, sigmoid scores, selection bias, normalised weights, expert groups
     "deepseek2-v3": dict(
-        arch="deepseek2", build=deepseek2, n_embd=256, n_layer=4, n_head=4, theta=10000.0,
-        nope=64, rope=32, v=64, kv_lora=256, q_lora=256, n_ff=512, ff_exp=256, n_exp=16,
-        n_used=4, n_shared=1, n_dense=1, scale=2.5, norm=True, gating=2, bias=True,
-        groups=(4, 2), n_ctx=163840, n_ctx_orig=4096, mscale_all=1.0, pre="deepseek-v3"),
+        arch="deepseek2",
+        build=deepseek2,
+        n_embd=256,
+        n_layer=4,
+        n_head=4,
+        theta=10000.0,
+        nope=64,
+        rope=32,
+        v=64,
+        kv_lora=256,
+        q_lora=256,
+        n_ff=512,
+        ff_exp=256,
+        n_exp=16,
+        n_used=4,
+        n_shared=1,
+        n_dense=1,
+        scale=2.5,
+        norm=True,
+        gating=2,
+        bias=True,
+        groups=(4, 2),
+        n_ctx=163840,
+        n_ctx_orig=4096,
+        mscale_all=1.0,
+        pre="deepseek-v3",
+    ),
     "deepseek4": dict(
-        arch="deepseek4", build=deepseek4, n_embd=256, n_layer=6, n_head=4, head_dim=128,
-        theta=10000.0, theta_c=160000.0, rope=32, q_lora=256, n_ff=256, ff_exp=256, n_exp=12,
-        n_used=3, n_shared=1, scale=1.5, clamp=10.0, hc=4, o_groups=2, o_lora=128,
-        idx_heads=16, idx_dim=64, top_k=8, window=32, ratios=[0, 0, 4, 128, 4, 128], n_hash=2,
-        n_ctx=1048576, n_ctx_orig=65536, pre="deepseek-v3"),
+        arch="deepseek4",
+        build=deepseek4,
+        n_embd=256,
+        n_layer=6,
+        n_head=4,
+        head_dim=128,
+        theta=10000.0,
+        theta_c=160000.0,
+        rope=32,
+        q_lora=256,
+        n_ff=256,
+        ff_exp=256,
+        n_exp=12,
+        n_used=3,
+        n_shared=1,
+        scale=1.5,
+        clamp=10.0,
+        hc=4,
+        o_groups=2,
+        o_lora=128,
+        idx_heads=16,
+        idx_dim=64,
+        top_k=8,
+        window=32,
+        ratios=[0, 0, 4, 128, 4, 128],
+        n_hash=2,
+        n_ctx=1048576,
+        n_ctx_orig=65536,
+        pre="deepseek-v3",
+    ),
 }
 
 
@@ -463,6 +548,7 @@ def main():
             if q == "F32":
                 continue
             import oracle
+
             path = os.path.join(args.out, "%s-%s.gguf" % (name, q))
             oracle.quantize(base, path, q, threads=args.threads)
             print(path, os.path.getsize(path))

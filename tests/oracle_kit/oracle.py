@@ -5,6 +5,7 @@ Needs `llama-cpp-python` (only its ctypes layer and its shared library are used)
 and numpy.  Everything here calls the C API directly so that each position's raw
 logits can be read, files can be quantised and speed can be timed.
 """
+
 import ctypes
 import time
 
@@ -12,10 +13,27 @@ import numpy as np
 
 # llama_ftype values of llama.h
 FTYPES = {
-    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9,
-    "Q2_K": 10, "Q3_K_S": 11, "Q3_K_M": 12, "Q3_K_L": 13, "Q4_K_S": 14,
-    "Q4_K_M": 15, "Q5_K_S": 16, "Q5_K_M": 17, "Q6_K": 18, "Q2_K_S": 21,
-    "IQ4_NL": 25, "IQ4_XS": 30, "BF16": 32, "MXFP4_MOE": 38,
+    "F32": 0,
+    "F16": 1,
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q8_0": 7,
+    "Q5_0": 8,
+    "Q5_1": 9,
+    "Q2_K": 10,
+    "Q3_K_S": 11,
+    "Q3_K_M": 12,
+    "Q3_K_L": 13,
+    "Q4_K_S": 14,
+    "Q4_K_M": 15,
+    "Q5_K_S": 16,
+    "Q5_K_M": 17,
+    "Q6_K": 18,
+    "Q2_K_S": 21,
+    "IQ4_NL": 25,
+    "IQ4_XS": 30,
+    "BF16": 32,
+    "MXFP4_MOE": 38,
 }
 KV_TYPES = {"f32": 0, "f16": 1, "q8_0": 8}
 
@@ -29,11 +47,13 @@ def lib(verbose=False):
         import llama_cpp.llama_cpp as c
 
         if not verbose:
+
             @c.llama_log_callback
             def quiet(level, text, user):
                 # 4 = error; 5 = continuation
                 if level == 4:
                     print("llama.cpp: " + text.decode("utf-8", "replace"), end="")
+
             lib.quiet = quiet  # keep it alive
             c.llama_log_set(quiet, ctypes.c_void_p(0))
         c.llama_backend_init()
@@ -43,14 +63,15 @@ def lib(verbose=False):
 
 def version():
     import llama_cpp
+
     c = lib()
-    return "llama-cpp-python %s; %s" % (
-        llama_cpp.__version__, c.llama_print_system_info().decode())
+    return "llama-cpp-python %s; %s" % (llama_cpp.__version__, c.llama_print_system_info().decode())
 
 
 class Model:
-    def __init__(self, path, n_ctx=512, threads=2, kv="f32", flash=False,
-                 n_batch=512, vocab_only=False, repack=False, mmap=True):
+    def __init__(
+        self, path, n_ctx=512, threads=2, kv="f32", flash=False, n_batch=512, vocab_only=False, repack=False, mmap=True
+    ):
         c = lib()
         self.c = c
         mp = c.llama_model_default_params()
@@ -107,7 +128,7 @@ class Model:
         c = self.c
         out = []
         for start in range(0, len(tokens), self.n_batch):
-            part = tokens[start:start + self.n_batch]
+            part = tokens[start : start + self.n_batch]
             b = c.llama_batch_init(len(part), 0, 1)
             b.n_tokens = len(part)
             last = start + len(part) == len(tokens)
@@ -151,8 +172,7 @@ class Model:
         raw = text.encode() if isinstance(text, str) else text
         cap = len(raw) + 16
         buf = (self.c.llama_token * cap)()
-        n = self.c.llama_tokenize(self.vocab, raw, len(raw), buf, cap,
-                                  add_special, parse_special)
+        n = self.c.llama_tokenize(self.vocab, raw, len(raw), buf, cap, add_special, parse_special)
         if n < 0:
             raise RuntimeError("llama_tokenize: %d" % n)
         return list(buf[:n])
@@ -171,7 +191,7 @@ class Model:
         rng = np.random.default_rng(seed)
         toks = rng.integers(0, self.n_vocab, n_prompt + depth + n_gen).tolist()
         pp = tg = 0.0
-        for r in range(reps + 1):             # the first round only warms up
+        for r in range(reps + 1):  # the first round only warms up
             self.reset()
             if n_prompt:
                 t = time.perf_counter()
@@ -219,13 +239,17 @@ def compare(a, b):
     def logsm(x):
         x = x - x.max(1, keepdims=True)
         return x - np.log(np.exp(x).sum(1, keepdims=True))
+
     la, lb = logsm(a), logsm(b)
     kl = (np.exp(la) * (la - lb)).sum(1)
     err = np.abs(a - b)
     rel = np.sqrt(((a - b) ** 2).sum(1) / ((a - a.mean(1, keepdims=True)) ** 2).sum(1))
     return {
-        "max_abs": float(err.max()), "mean_abs": float(err.mean()),
-        "rel_rms_median": float(np.median(rel)), "rel_rms_max": float(rel.max()),
-        "kl_mean": float(kl.mean()), "kl_max": float(kl.max()),
+        "max_abs": float(err.max()),
+        "mean_abs": float(err.mean()),
+        "rel_rms_median": float(np.median(rel)),
+        "rel_rms_max": float(rel.max()),
+        "kl_mean": float(kl.mean()),
+        "kl_max": float(kl.max()),
         "top1_agree": float((a.argmax(1) == b.argmax(1)).mean()),
     }
