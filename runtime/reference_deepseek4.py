@@ -33,8 +33,8 @@ def hyper_mix(
 
     Zhu et al., "Hyper-Connections", arXiv:2409.19606; Xie et al., "mHC", arXiv:2512.24880 (the Sinkhorn rounds).
     """
-    rows, copies, _ = streams.shape
-    flat = streams.reshape(rows, -1)
+    rows, copies, width = streams.shape
+    flat = streams.reshape(rows, copies * width)
     m = logits / np.sqrt(np.mean(np.square(flat), axis=-1, keepdims=True) + logits.dtype.type(epsilon))
     small = logits.dtype.type(hyper_epsilon)
     pre = sigmoid(m[:, :copies] * scale[0] + base[:copies]) + small

@@ -170,10 +170,15 @@ def _compressed_frequencies(model: ModelFile, rotated: int) -> tuple[float, ...]
     fast, slow = (model.hyper(f"rope.scaling.yarn_beta_{end}", float) for end in ("fast", "slow"))
     if not fast > slow > 0.0:
         raise refuse(model, "rope.scaling.yarn_beta_fast", fast, f"more than rope.scaling.yarn_beta_slow, {slow}")
-    base, original = (
-        _rope_base(model, "attention.compress_rope_freq_base"),
-        positive(model, "rope.scaling.original_context_length"),
-    )
+    base = _rope_base(model, "attention.compress_rope_freq_base")
+    original = positive(model, "rope.scaling.original_context_length")
+    return yarn_frequencies(rotated, base, original, factor, fast, slow)
+
+
+def yarn_frequencies(
+    rotated: int, base: float, original: int, factor: float, fast: float, slow: float
+) -> tuple[float, ...]:
+    """Radians a position of each pair, for a context stretched by `factor` from `original` positions."""
     own = base ** (-2.0 * np.arange(rotated // 2) / rotated)
     keep = yarn_kept_share(rotated, base, original, fast, slow)
     return tuple(float(f) for f in own / factor * (1.0 - keep) + own * keep)

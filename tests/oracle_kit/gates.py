@@ -50,7 +50,7 @@ KEEP_EVERY, KEEP_EXACT_EVERY, TRAINED_TOKENS, GREEDY = 4, 32, 128, 64
 
 
 def dequantise_file(source: Path, target: Path) -> None:
-    """The same model with every tensor as F32."""
+    """The same model with every tensor of real numbers as F32."""
     reader = gguf.GGUFReader(str(source))
     writer = gguf.GGUFWriter(str(target), reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
@@ -60,6 +60,9 @@ def dequantise_file(source: Path, target: Path) -> None:
         writer.add_key_value(name, field.contents(), kind, sub)
     writer.add_file_type(0)
     for tensor in reader.tensors:
+        if tensor.tensor_type == gguf.GGMLQuantizationType.I32:
+            writer.add_tensor(tensor.name, np.ascontiguousarray(tensor.data))
+            continue
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
         shape = [int(n) for n in tensor.shape[::-1]]
         writer.add_tensor(tensor.name, np.ascontiguousarray(values.reshape(shape), dtype=np.float32))
