@@ -234,7 +234,7 @@ REFUSED: dict[str, tuple[Path, dict[str, Any], dict[str, Any], str]] = {
         "blk.3.attn_sinks.weight has type I32, expected F32",
     ),
     "stacks of different counts": (
-        A, NONE, {"blk.3.ffn_up_exps.weight": like("blk.3.ffn_up_exps.weight", shape=(256, 256, 7))}, "blk.3.ffn_up_exps"
+        A, NONE, {"blk.3.ffn_up_exps.weight": like("blk.3.ffn_up_exps.weight", shape=(256, 256, 7))}, "ffn_up_exps"
     ),
 }  # fmt: skip
 
