@@ -7,18 +7,20 @@ Owns a model of the error that any engine with 8-bit activations makes: it says 
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bloomery.runtime import reference
 from bloomery.runtime.executor import StepRows
-from bloomery.runtime.program import HeadMatMul, MatMul, Op, RoutedExperts
+from bloomery.runtime.program import Attention, HeadMatMul, MatMul, Op, RoutedExperts
 from bloomery.runtime.reference import ReferenceExecutor
-from bloomery.runtime.reference_ops import Floats, head_matmul, swiglu
+from bloomery.runtime.reference_ops import Floats, head_matmul, softmax, swiglu
 
 # What ggml's CPU backend rounds activations to, by the quant type of the weight (ggml-cpu.c, type_traits_cpu)
 _BLOCKS_OF_256 = {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"}
-_BLOCKS_OF_32 = {"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL"}
+_BLOCKS_OF_32 = {"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4"}
 
 
 def rounded(x: Floats, weight_type: str) -> Floats:
@@ -28,7 +30,7 @@ def rounded(x: Floats, weight_type: str) -> Floats:
     if weight_type in _BLOCKS_OF_32:
         return _q8_0(x)
     if weight_type == "F16":
-        return x.astype(np.float16).astype(x.dtype)
+        return _half(x)
     assert weight_type == "F32", weight_type
     return x
 
@@ -54,8 +56,24 @@ def _q8_0(x: Floats) -> Floats:
     return (np.rint(blocks * inverse).astype(x.dtype) * scale.astype(x.dtype)).reshape(x.shape)
 
 
+def _half_attention(q: Floats, keys: Floats, values: Floats, positions: NDArray[np.int32], scale: float) -> Floats:
+    """Attention over an F16 cache: both products have an F16 operand, so queries and probabilities become F16 too."""
+    rows, count, width = q.shape
+    groups = keys.shape[1]
+    grouped = _half(q).reshape(rows, groups, count // groups, width)
+    scores = np.einsum("rgjk,pgk->rgjp", grouped, keys, optimize=True) * q.dtype.type(scale)
+    hidden = np.arange(keys.shape[0])[None, :] > positions[:, None]
+    probabilities = softmax(np.where(hidden[:, None, None, :], q.dtype.type(-np.inf), scores))
+    mixed = np.einsum("rgjp,pgv->rgjv", _half(probabilities), values, optimize=True)
+    return np.asarray(mixed.reshape(rows, count, values.shape[2]))
+
+
+def _half(x: Floats) -> Floats:
+    return x.astype(np.float16).astype(x.dtype)
+
+
 class RoundingExecutor(ReferenceExecutor):
-    """ReferenceExecutor whose products with quantised weights see rounded activations."""
+    """ReferenceExecutor whose products with quantised weights (and with an F16 cache) see rounded activations."""
 
     def _type(self, name: str) -> str:
         return self.program.weights[name].quant_type.name
@@ -70,6 +88,9 @@ class RoundingExecutor(ReferenceExecutor):
         elif isinstance(op, HeadMatMul):
             self._allocate(op, rows)
             self._write(op.out, head_matmul(rounded(self.read(op.x), self._type(op.weight)), self._weights[op.weight]))
+        elif isinstance(op, Attention) and self._states[op.keys].dtype == np.float16:
+            with mock.patch.object(reference, "attention", _half_attention):
+                super()._execute(op, rows)
         elif isinstance(op, RoutedExperts):
             self._allocate(op, rows)
             self._write(op.out, self._experts(op, self._flat(op.x), self._flat(op.ids), self._flat(op.mix)))
@@ -82,7 +103,8 @@ class RoundingExecutor(ReferenceExecutor):
             at = np.nonzero(ids == e)
             gate, up, down = (self._weights.expert(name, int(e)) for name in (op.gate, op.up, op.down))
             taken = x[at[0]]
-            hidden = swiglu(rounded(taken, self._type(op.gate)) @ gate.T, rounded(taken, self._type(op.up)) @ up.T)
+            opened = rounded(taken, self._type(op.gate)) @ gate.T
+            hidden = swiglu(opened, rounded(taken, self._type(op.up)) @ up.T, op.limit)
             parts[at] = rounded(hidden, self._type(op.down)) @ down.T
         out = np.zeros_like(x)
         for rank in range(ids.shape[1]):
