@@ -183,7 +183,7 @@ class ReferenceExecutor:
     # -- StepExecutor -------------------------------------------------------------------------------------------------
     def step(self, rows: StepRows) -> StepResult:
         self._check(rows)
-        self._slot_states.begin(rows)
+        self._slot_states.reach.begin(rows)
         started = time.perf_counter()
         with self._lock:
             self._running, self._aborted = True, False
@@ -209,7 +209,7 @@ class ReferenceExecutor:
 
     def continuable(self, slot: int) -> range:
         """The positions at which a step of this slot may begin, besides 0."""
-        return self._slot_states.continuable(slot)
+        return self._slot_states.reach.continuable(slot)
 
     def snapshot(self, slot: int, positions: int) -> StateSnapshot:
         """What the slot's first `positions` positions leave behind; ValueError where rings have lost part of it."""

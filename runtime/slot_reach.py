@@ -1,0 +1,52 @@
+"""Where each slot can go on: how far the rings of its states reach back.
+
+Owns the bookkeeping that every executor of a program with rings needs, by the rule that `states` states. Knows
+positions only; neither the states' rows nor who runs the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from bloomery.runtime.executor import StepRows
+from bloomery.runtime.states import CacheState, RingState
+
+
+class SlotReach:
+    """A slot that ran up to position high - 1 can go on at high - spare - 1 to high, and at no position before one that
+    it was restored to. Position 0 begins a new sequence and is always possible. Without rings every position is."""
+
+    def __init__(self, states: Iterable[CacheState], *, slots: int, context: int, spare: int) -> None:
+        self._rings = any(isinstance(state, RingState) for state in states)
+        self._context, self._spare = context, spare
+        self._low, self._high = [0] * slots, [0] * slots
+
+    def continuable(self, slot: int) -> range:
+        """The positions at which a step of this slot may begin, besides 0."""
+        return range(self._low[slot], self._high[slot] + 1) if self._rings else range(self._context + 1)
+
+    def require(self, slot: int, position: int) -> None:
+        """Raises ValueError (a defect of the caller) if the slot cannot go on at `position`."""
+        allowed = self.continuable(slot)
+        if position and position not in allowed:
+            raise ValueError(
+                f"slot {slot} cannot go on at position {position}; its states allow 0 and {allowed.start} to "
+                f"{allowed.stop - 1}"
+            )
+
+    def begin(self, rows: StepRows) -> None:
+        """Notes the positions of a step that is about to run; all or, with `require`'s ValueError, none of them. A step
+        that is aborted counts: its rows may have been written."""
+        runs = [(int(slot), rows.positions[rows.slots == slot]) for slot in np.unique(rows.slots)]
+        for slot, positions in runs:
+            self.require(slot, int(positions[0]))
+        for slot, positions in runs:
+            low = self._low[slot] if positions[0] else 0
+            self._high[slot] = int(positions[-1]) + 1
+            self._low[slot] = max(low, self._high[slot] - self._spare - 1)
+
+    def restored(self, slot: int, positions: int) -> None:
+        """The slot now holds what a sequence of so many positions needs to go on, and nothing older."""
+        self._low[slot] = self._high[slot] = positions
