@@ -20,6 +20,7 @@ from bloomery.runtime.engine_counters import EngineCounters
 from bloomery.runtime.errors import BloomeryError, RequestError, StepAborted, WorkerLost
 from bloomery.runtime.executor import StepExecutor, StepResult, StepRows
 from bloomery.runtime.requests import Event, Failed, GenerationRequest
+from bloomery.runtime.sampling_tools import SamplingTools
 from bloomery.runtime.scheduler import Scheduler
 from bloomery.runtime.sequence import Sequence, Sink, Why
 from bloomery.runtime.slots import SlotPool
@@ -40,6 +41,7 @@ class Engine:
     ) -> None:
         assert executor.slots <= min(executor.max_rows, executor.max_out_rows)
         self._executor, self._tokenizer, self._template = executor, tokenizer, template
+        self._tools = SamplingTools(tokenizer)
         self._queue_limit = queue_limit
         self._pool = SlotPool(executor.slots, executor.copy_prefix)
         self._scheduler = Scheduler(executor.max_rows, executor.max_out_rows)
@@ -232,7 +234,8 @@ class Engine:
             self._preparing[request_id] = None
             self._idle.clear()
         try:
-            sequence = Sequence(request, sink, self._tokenizer, self._template, self._executor.context)
+            context = self._executor.context
+            sequence = Sequence(request, sink, self._tokenizer, self._template, context, self._tools)
         except BaseException:
             with self._lock:
                 del self._preparing[request_id]

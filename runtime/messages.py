@@ -35,6 +35,7 @@ from bloomery.runtime.field_types import (
 )
 from bloomery.runtime.protocol import Frame, Kind, Message
 from bloomery.runtime.requests import (
+    SAMPLERS,
     Admitted,
     Chunk,
     Event,
@@ -68,6 +69,25 @@ SAMPLING_SCHEMA = Schema(
         Field("logit_bias", array(pair(_TOKEN, any_float()), 1 << 16), ()),
         Field("seed", nullable(integer(0, 2**63 - 1)), None),
         Field("logprobs", integer(0, 1024), _SAMPLING.logprobs),
+        Field("post_sampling_probs", flag(), _SAMPLING.post_sampling_probs),
+        Field("min_keep", _COUNT, _SAMPLING.min_keep),
+        Field("typical_p", number(0, 1), _SAMPLING.typical_p),
+        Field("top_n_sigma", number(-1000, 1000), _SAMPLING.top_n_sigma),
+        Field("dynatemp_range", number(0, 100), _SAMPLING.dynatemp_range),
+        Field("dynatemp_exponent", number(0, 1000), _SAMPLING.dynatemp_exponent),
+        Field("xtc_probability", number(0, 1), _SAMPLING.xtc_probability),
+        Field("xtc_threshold", number(0, 1), _SAMPLING.xtc_threshold),
+        Field("dry_multiplier", number(0, 1000), _SAMPLING.dry_multiplier),
+        Field("dry_base", number(1, 1000), _SAMPLING.dry_base),
+        Field("dry_allowed_length", _COUNT, _SAMPLING.dry_allowed_length),
+        Field("dry_penalty_last_n", integer(-1, 2**31 - 1), _SAMPLING.dry_penalty_last_n),
+        Field("dry_sequence_breakers", array(text(), 256), _SAMPLING.dry_sequence_breakers),
+        Field("mirostat", integer(0, 2), _SAMPLING.mirostat),
+        Field("mirostat_tau", number(0, 1000), _SAMPLING.mirostat_tau),
+        Field("mirostat_eta", number(0, 1000), _SAMPLING.mirostat_eta),
+        Field("adaptive_target", number(-1000, 1), _SAMPLING.adaptive_target),
+        Field("adaptive_decay", number(0, 0.99), _SAMPLING.adaptive_decay),
+        Field("samplers", array(choice(*SAMPLERS), 64), _SAMPLING.samplers),
     ),
 )
 REQUEST_SCHEMA = Schema(
@@ -187,6 +207,7 @@ def request_message(request: GenerationRequest, credit: int = DEFAULT_CREDIT) ->
         for field in fields(SamplingParameters)
         if getattr(request.sampling, field.name) != field.default
     }
+    sampling = {name: list(value) if isinstance(value, tuple) else value for name, value in sampling.items()}
     if "logit_bias" in sampling:
         sampling["logit_bias"] = [list(entry) for entry in sampling["logit_bias"]]
     if sampling:

@@ -15,14 +15,34 @@ from numpy.typing import NDArray
 FinishReason: TypeAlias = Literal["stop", "length", "context", "aborted"]
 
 
+SAMPLER_ORDER = (
+    "penalties",
+    "dry",
+    "top_n_sigma",
+    "top_k",
+    "typ_p",
+    "top_p",
+    "min_p",
+    "xtc",
+    "temperature",
+)
+"""The steps between logit bias and draw, in llama.cpp's order."""
+SAMPLERS = (*SAMPLER_ORDER, "adaptive_p")
+
+
 @dataclass(frozen=True)
 class SamplingParameters:
-    """How the next token is chosen. temperature 0 is greedy (argmax, ties to the lower id). Defaults: llama-server's.
+    """How the next token is chosen. temperature 0 is greedy (argmax, ties to the lower id); defaults as llama-server.
 
-    Order: logit bias, penalties over the last `repeat_last_n` tokens (-1: all), top-k (0: off), top-p, min-p,
-    temperature, draw. `logprobs` asks for that many most probable tokens (0: none) of the model's own distribution:
-    that of the raw logits, before bias, penalties, filters and temperature. `seed` (0 to 2**32 - 1) None draws a fresh
-    one, which Final reports; how it makes tokens of logits is stated at `runtime.sampling.Sampler`.
+    Order: logit bias, the steps that `samplers` names in its order, draw. A step that is not named is left out;
+    "adaptive_p" takes the place of the draw, wherever it stands. With `mirostat` 1 or 2 only temperature and that
+    algorithm choose. `repeat_last_n` and `dry_penalty_last_n` count tokens (-1: all); what each step does is stated in
+    `runtime.sampler_chain` and `runtime.dry`.
+
+    `logprobs` asks for that many most probable tokens (0: none) of the model's own distribution: that of the raw
+    logits, before bias, penalties, filters and temperature; with `post_sampling_probs` of the one that is drawn from.
+    `seed` (0 to 2**32 - 1) None draws a fresh one, which Final reports; how it makes tokens of logits is stated at
+    `runtime.sampling.Sampler`.
     """
 
     temperature: float = 0.8
@@ -36,6 +56,25 @@ class SamplingParameters:
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     logprobs: int = 0
+    typical_p: float = 1.0
+    top_n_sigma: float = -1.0
+    min_keep: int = 0
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = 64
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    adaptive_target: float = -1.0
+    adaptive_decay: float = 0.9
+    samplers: tuple[str, ...] = SAMPLER_ORDER
+    post_sampling_probs: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,7 +152,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Final:
-    """The end of a request. `stop` is the stop string or "" (end or stop token, which the chunks' `tokens` include)."""
+    """The end of a request. `stop` is the stop string or "" (end or stop token; the chunks' `tokens` include it)."""
 
     request_id: bytes
     reason: FinishReason

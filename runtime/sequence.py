@@ -15,14 +15,9 @@ from numpy.typing import NDArray
 
 from bloomery.runtime.errors import RequestError
 from bloomery.runtime.requests import Admitted, Chunk, Event, Failed, Final, FinishReason, GenerationRequest, Progress
-from bloomery.runtime.sampling import (
-    Sampler,
-    check_integer,
-    check_list,
-    check_sampling,
-    invalid,
-    token_logprobs,
-)
+from bloomery.runtime.sampling import Sampler, token_logprobs
+from bloomery.runtime.sampling_checks import check_integer, check_list, check_sampling, invalid
+from bloomery.runtime.sampling_tools import SamplingTools
 from bloomery.runtime.slots import Slot
 from bloomery.runtime.stop_strings import StopStrings
 from bloomery.runtime.tokenizer import Detokenizer, Tokenizer
@@ -40,7 +35,13 @@ class Sequence:
     `slot.count` of them are in the cache. `ended` is the event that ends the request, once it is known."""
 
     def __init__(
-        self, request: GenerationRequest, sink: Sink, tokenizer: Tokenizer, template: ChatTemplate | None, context: int
+        self,
+        request: GenerationRequest,
+        sink: Sink,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        context: int,
+        tools: SamplingTools,
     ) -> None:
         """Checks the request and tokenises its prompt. Raises RequestError."""
         self.request, self.sink = request, sink
@@ -65,7 +66,8 @@ class Sequence:
         self._ends = frozenset(request.stop_tokens)
         if not request.ignore_eos:
             self._ends |= tokenizer.end_tokens
-        self.sampler = Sampler(request.sampling, tokenizer.end_tokens if request.ignore_eos else frozenset())
+        excluded = tokenizer.end_tokens if request.ignore_eos else frozenset()
+        self.sampler = Sampler(request.sampling, excluded, tools.breakers)
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopStrings(request.stop)
         self._all_rows = request.score_prompt or request.logits == "all"

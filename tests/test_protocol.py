@@ -184,7 +184,16 @@ def test_every_request_field_is_on_the_wire() -> None:
     described = {field.name for field in SCHEMAS[Kind.REQUEST].fields} - {"credit"}
     assert described == {field.name for field in fields(GenerationRequest)} - {"request_id"}
     for field in fields(SamplingParameters):
-        value: Any = {"logit_bias": ((1, 2.0),), "seed": 7}.get(field.name, 0.5 if field.type == "float" else 3)
+        special = {
+            "logit_bias": ((1, 2.0),),
+            "seed": 7,
+            "mirostat": 2,
+            "dry_base": 2.5,
+            "dry_sequence_breakers": ("x", "\n"),
+            "samplers": ("temperature", "adaptive_p"),
+            "post_sampling_probs": True,
+        }
+        value: Any = special.get(field.name, 0.25 if field.type == "float" else 3)
         request = GenerationRequest(ID, text="x", sampling=replace(SamplingParameters(), **{field.name: value}))
         assert read_request(unpack(pack(request_message(request)))).request == request
 

@@ -10,10 +10,11 @@ or forgets the blocks before.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from vocabularies import path_of
 
+from bloomery.runtime.candidates import log_sum_exp, pick, top_ids, top_values
+from bloomery.runtime.dry import BreakerCache
 from bloomery.runtime.errors import RequestError
+from bloomery.runtime.model_file import ModelFile
+from bloomery.runtime.random_stream import RandomStream
 from bloomery.runtime.requests import SamplingParameters
-from bloomery.runtime.sampling import (
-    Sampler,
-    check_sampling,
-    log_sum_exp,
-    pick,
-    token_logprobs,
-    top_ids,
-    top_values,
-)
+from bloomery.runtime.sampling import Sampler, token_logprobs
+from bloomery.runtime.sampling_checks import check_sampling
+from bloomery.runtime.tokenizer import Tokenizer
 
 VECTORS = json.loads((Path(__file__).parent / "data" / "sampling" / "llama_cpp.json").read_text())
 NO_HISTORY = np.empty(0, dtype=np.int32)
@@ -45,20 +45,33 @@ def choose(sampler: Sampler, logits: Logits, history: NDArray[np.int32] = NO_HIS
     return sampler.choose(logits, int(logits.argmax()), history)
 
 
-@pytest.mark.parametrize("case", VECTORS["cases"], ids=lambda case: f"logits{case['logits_seed']}")
+@functools.cache
+def breakers() -> BreakerCache:
+    with ModelFile.open(path_of("llama-spm")) as model:
+        return BreakerCache(Tokenizer.from_model_file(model))
+
+
+def case_name(case: dict[str, Any]) -> str:
+    changes = (f"{name}={value}" for name, value in case.items() if name in VECTORS["defaults"] and name != "boost")
+    return ",".join(changes)[:60]
+
+
+@pytest.mark.parametrize("case", VECTORS["cases"], ids=case_name)
 def test_llama_cpp_draws_the_same_tokens(case: dict[str, Any]) -> None:
-    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty")
-    sampler = Sampler(
-        SamplingParameters(
-            **{name: case[name] for name in names}, repeat_last_n=case["repeat_last_n"], seed=case["seed"]
-        )
-    )
+    values = VECTORS["defaults"] | case
+    names = {field.name for field in fields(SamplingParameters)} & set(values)
+    parameters: dict[str, Any] = {
+        name: tuple(value) if isinstance(value := values[name], list) else value for name in names
+    }
+    sampler = Sampler(SamplingParameters(**parameters), breakers=breakers())
     history, chosen = list(case["prompt"]), []
     for step in range(len(case["tokens"])):
         normal = np.random.RandomState(case["logits_seed"] + step).standard_normal(VECTORS["vocabulary"])
         logits = (VECTORS["logits_scale"] * normal).astype(np.float32)
-        logits[case["prompt"][-20:]] += np.float32(case["boost"])
+        logits[case["prompt"][-20:]] += np.float32(values["boost"])
+        before = logits.copy()
         chosen.append(choose(sampler, logits, np.array(history, dtype=np.int32)))
+        assert (logits == before).all(), "the executor's logits are changed"
         history.append(chosen[-1])
     assert chosen == case["tokens"]
 
@@ -66,8 +79,8 @@ def test_llama_cpp_draws_the_same_tokens(case: dict[str, Any]) -> None:
 def test_uniform_numbers_are_those_of_the_cpp_standard_library() -> None:
     """std::mt19937's 10000th output for its default seed is stated in the C++ standard; the doubles are g++'s."""
     assert int(np.random.RandomState(5489).randint(0, 2**32, size=10000, dtype=np.uint32)[-1]) == 4123659995
-    sampler = Sampler(replace(OFF, seed=42))
-    assert [round(sampler._uniform(), 4) for _ in range(3)] == [0.7965, 0.1834, 0.7797]
+    stream = RandomStream(42)
+    assert [round(stream.uniform(), 4) for _ in range(3)] == [0.7965, 0.1834, 0.7797]
 
 
 def reference_order(logits: Logits, parameters: SamplingParameters, history: list[int]) -> list[tuple[int, float]]:
@@ -135,10 +148,10 @@ def test_sampler_equals_the_reference(
     logits = (generator.normal(size=vocabulary) * 3).astype(np.float32)
     logits[generator.integers(vocabulary)] = logits[0]  # a tie
     history = generator.integers(0, vocabulary, history_length).astype(np.int32)
-    sampler, mirror = Sampler(parameters), Sampler(parameters)
+    sampler, mirror = Sampler(parameters), RandomStream(parameters.seed or 0)
     order = reference_order(logits, parameters, history.tolist())
     for _ in range(4):
-        uniform = mirror._uniform()
+        uniform = mirror.uniform()
         near = {reference_choice(order, uniform + shift) for shift in (-2e-6, 0.0, 2e-6)}  # float32 against float64
         assert choose(sampler, logits, history) in near
 
