@@ -408,12 +408,13 @@ class ReferenceExecutor:
         within = self._flat(op.within) if op.within else None
         chosen = np.full((len(q), op.out.width), -1, np.int32)
         kept = np.full((len(q), op.kept.width if op.kept else 0), -1, np.int32)
+        ends = {int(slot): (rows.positions[rows.slots == slot].max() + 1) // op.ratio for slot in np.unique(rows.slots)}
+        keys = {slot: self._states[op.keys][slot, :end].astype(self.dtype) for slot, end in ends.items()}
         for r, (slot, position) in enumerate(zip(rows.slots, rows.positions, strict=True)):
             visible = (position + 1) // op.ratio
             if not visible:
                 continue
-            keys = self._logical(op.keys, slot, 0, visible).astype(self.dtype)
-            scores = index_scores(q[r], keys, weights[r], op.scale)
+            scores = index_scores(q[r], keys[int(slot)][:visible], weights[r], op.scale)
             if op.kept:
                 blocks = best_blocks(scores, op.block, op.kept.width)
                 kept[r, : len(blocks)] = blocks

@@ -14,6 +14,7 @@ from deepseek_data import RecordingExecutor, executor_of, figures41, tiny4, tiny
 from running import joined, rows_of
 
 from bloomery.runtime.reference_states import StateSnapshot
+from bloomery.runtime.slot_reach import SlotReach
 from bloomery.runtime.states import CacheState, GroupState, RingState, pieces
 
 TOKENS = figures41("tiny-deepseek41-a")["ids"][:40]
@@ -129,6 +130,15 @@ def test_a_slot_goes_on_only_where_its_past_is() -> None:
     assert executor.continuable(0) == range(31, 34)
     executor.logits(TOKENS[:4])  # a new sequence
     assert executor.continuable(0) == range(5)
+
+
+def test_without_rings_a_slot_goes_on_anywhere() -> None:
+    reach = SlotReach([CacheState("keys", 4)], slots=1, context=8, spare=0)
+    reach.begin(rows_of(TOKENS[:8]))
+    for position in range(9):
+        reach.require(0, position)
+    with pytest.raises(ValueError, match="slot 0 cannot go on at position 9"):
+        reach.require(0, 9)
 
 
 def test_rewritten_slots_forget_what_was_there(whole: np.ndarray) -> None:
