@@ -23,7 +23,8 @@ LLAMA_CPP = {
     ("deepseek2-Q3_K_M", "prose"): 25.209,
     ("deepseek2-Q3_K_M", "code"): 7.053,
 }
-BAND = 0.005  # sums of rounded activations run in another order than llama.cpp's; the figures found differ by up to 0.3 %
+# Sums of rounded activations run in another order than llama.cpp's; the figures found differ by up to 0.3 %.
+BAND = 0.005
 
 
 @pytest.mark.parametrize(("model", "text"), LLAMA_CPP)
