@@ -46,10 +46,15 @@ def start_daemon(*arguments: str, seconds: float = START_SECONDS) -> Daemon:
     command = program("launch", "--json-status", *arguments)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        readable = selector.select(seconds)
-    line = process.stdout.readline() if readable else ""
+    try:
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            readable = selector.select(seconds)
+        line = process.stdout.readline() if readable else ""
+    except BaseException:  # Ctrl-C and pytest's time-out too: no daemon outlives the tests
+        process.kill()
+        process.wait()
+        raise
     if not line:
         process.kill()
         _, errors = process.communicate()
