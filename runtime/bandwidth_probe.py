@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from types import TracebackType
+from typing import Any, Final, Self
 
 from bloomery.runtime.cpu_limits import affinity_mask
 from bloomery.runtime.disk_probe import DiskRate, Progress, disk_read_rate, made_file
@@ -116,6 +117,37 @@ def probe_bandwidth(
     return BandwidthReport(reads, nodes, rate, nbytes, cache, time.monotonic() - begin)
 
 
+class ReadCeiling:
+    """Readers that stay, so that the read bandwidth can be measured again and again between other measurements."""
+
+    def __init__(self, processes: int, progress: Progress = lambda stage, done, total: None) -> None:
+        topology = Topology.read().within(affinity_mask())
+        self.cpus = tuple(topology.pin_order()[:processes])
+        nbytes = buffer_bytes(max(domain.nbytes for domain in topology.l3_domains), len(self.cpus), available_memory())
+        self._stack = ExitStack()
+        try:
+            self._readers = [self._stack.enter_context(Reader(cpu, nbytes)) for cpu in self.cpus]
+            _started(self._readers, progress)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def measure(self, seconds: float = READ_SECONDS) -> ReadRate:
+        """One measurement. The readers sleep before and afterwards."""
+        return ReadRate(len(self.cpus), self.cpus, *_once(self._readers, seconds))
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
 def buffer_bytes(cache: int, readers: int, available: int) -> int:
     """Bytes of one reader's buffer: well beyond its cache, unless all of them would take too much memory."""
     wanted = max(LEAST_BUFFER, CACHE_MULTIPLE * cache)
@@ -170,16 +202,16 @@ def _node_rates(readers: Sequence[Reader], topology: Topology, progress: Progres
 
 
 def _together(readers: Sequence[Reader]) -> tuple[float, float]:
-    """Bytes a second of all these readers at once and their share of their CPUs; the best of a few times.
+    """Bytes a second of all these readers at once and their share of their CPUs; the best of a few times."""
+    return max(_once(readers, READ_SECONDS) for _ in range(REPEATS))
 
-    They start at the same instant."""
-    best = 0.0, 0.0
-    for _ in range(REPEATS):
-        begin = time.monotonic() + HEAD_START
-        for reader in readers:
-            reader.ask(("read", begin, READ_SECONDS))
-        answers = [reader.answer(START_SECONDS) for reader in readers]
-        speed = sum(nbytes / seconds for nbytes, seconds, _ in answers)
-        share = sum(cpu for _, _, cpu in answers) / sum(seconds for _, seconds, _ in answers)
-        best = max(best, (speed, min(1.0, share)))
-    return best
+
+def _once(readers: Sequence[Reader], seconds: float) -> tuple[float, float]:
+    """They start at the same instant."""
+    begin = time.monotonic() + HEAD_START
+    for reader in readers:
+        reader.ask(("read", begin, seconds))
+    answers = [reader.answer(START_SECONDS) for reader in readers]
+    speed = sum(nbytes / elapsed for nbytes, elapsed, _ in answers)
+    share = sum(cpu for _, _, cpu in answers) / sum(elapsed for _, elapsed, _ in answers)
+    return speed, min(1.0, share)

@@ -209,13 +209,19 @@ class HostPool:
     def stage_shares(self) -> dict[str, tuple[float, float]]:
         """With `time_stages`: for each stage label the share of all steps' time that ranks spent in its kernel and
         waiting at its barrier. Labels are op names."""
+        ticks = self.op_ticks()
+        total = max(1, sum(kernel + barrier for kernel, barrier in ticks.values()))
+        return {label: (kernel / total, barrier / total) for label, (kernel, barrier) in ticks.items()}
+
+    def op_ticks(self) -> dict[str, tuple[int, int]]:
+        """With `time_stages`: for each op name the time stamp counter's ticks that all ranks together have spent in its
+        kernels and at its barriers since the start. Read it between steps."""
         ticks = self._arena.memory("ticks").view(np.int64).reshape(-1, self._lowered.stages, TICKS_PER_STAGE)
-        sums = ticks.sum(axis=0) / max(1, ticks.sum())
-        shares: dict[str, tuple[float, float]] = {}
-        for label, (kernel, barrier) in zip(self._labels, sums):
-            before = shares.get(label, (0.0, 0.0))
-            shares[label] = (before[0] + float(kernel), before[1] + float(barrier))
-        return shares
+        sums: dict[str, tuple[int, int]] = {}
+        for label, (kernel, barrier) in zip(self._labels, ticks.sum(axis=0)):
+            before = sums.get(label, (0, 0))
+            sums[label] = (before[0] + int(kernel), before[1] + int(barrier))
+        return sums
 
     def close(self) -> None:
         self.abort()

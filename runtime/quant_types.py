@@ -66,6 +66,16 @@ class QuantType:
         values = gguf.quants.dequantize(np.ascontiguousarray(blocks), gguf.GGMLQuantizationType(self.type_id))
         return np.asarray(values, dtype=dtype)
 
+    @property
+    def float16_scales(self) -> tuple[int, ...]:
+        """Where a block keeps its float16 scales: byte offsets, the factor of the codes before that of the minimum."""
+        return tuple(offset for check, offset, _ in _SCALES.get(self.name, ()) if check is _f16)
+
+    @property
+    def exponent_scale(self) -> int:
+        """Where a block keeps a power of two as its scale (e8m0): a byte offset, or -1."""
+        return next((offset for check, offset, _ in _SCALES.get(self.name, ()) if check is _e8m0), -1)
+
     def non_finite(self, blocks: Bytes) -> Flags:
         """For uint8 `blocks` (n, block_bytes): which of the n hold a NaN or infinite float scale (or element)."""
         found = np.zeros(blocks.shape[0], dtype=np.bool_)

@@ -1,0 +1,231 @@
+"""bloomery-bench: prompt and generation rates, what bounds them, and how another engine does on the same file.
+
+Owns options and the order of thread counts. Rounds and figures are `bench_rows.py`'s, looks `bench_report.py`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from bloomery.launcher import bench_report
+from bloomery.launcher.bench_engine import BenchEngine
+from bloomery.launcher.bench_peer import PACKAGES, LlamaPeer, PeerOptions, default_python
+from bloomery.launcher.bench_rows import row_of, run_trial
+from bloomery.launcher.bench_trial import TokenSource, Trial, trials_of
+from bloomery.launcher.command_line import Parser, UsageError, add_model_options, positive, program_parser, run_program
+from bloomery.launcher.demo_model import chosen_model
+from bloomery.launcher.progress import ProgressDisplay
+from bloomery.runtime.bandwidth_probe import ReadCeiling
+from bloomery.runtime.model_file import ModelFile
+from bloomery.runtime.synthetic_file import synthetic_file
+from bloomery.runtime.synthetic_model import REFUSED, TEMPLATES
+from bloomery.runtime.topology import default_processes
+from bloomery.runtime.type_mixes import MIXES
+
+PROGRAM = "bloomery-bench"
+OUTPUTS: dict[str, Callable[[Sequence[bench_report.Row]], str]] = {
+    "json": bench_report.as_json,
+    "csv": bench_report.as_csv,
+    "md": bench_report.as_markdown,
+}
+
+
+def build_parser() -> Parser:
+    parser = program_parser(
+        PROGRAM,
+        "Measures prompt (pp) and generation (tg) rates: median and spread (interquartile range over median) of several"
+        " rounds, bytes read and their share of what the memory gives, time by kind of op. With --against llama.cpp"
+        " rounds of both engines alternate on the same file.",
+        (
+            "bloomery-bench -p 128 -n 32",
+            "bloomery-bench --synthetic qwen3-30b-a3b --layers 5 -d 0,4096",
+            "bloomery-bench -m model.gguf -t 1,2,4 -r 9 -o json > rates.json",
+            "bloomery-bench --synthetic deepseek-v2-lite --against llama.cpp --peer-python ~/llama/bin/python",
+            "bloomery-bench --synthetic llama-1b --mix Q3_K_M -p 0 -n 0      # only makes the file",
+        ),
+    )
+    model = parser.add_argument_group("model")
+    add_model_options(model)
+    model.add_argument(
+        "--synthetic",
+        choices=(*TEMPLATES, *REFUSED),
+        metavar="NAME",
+        help=f"a file with this model's layer shapes and random weights, made once: {', '.join(TEMPLATES)}",
+    )
+    model.add_argument("--layers", type=positive, metavar="N", help="layers of the synthetic file (default: few)")
+    model.add_argument(
+        "--mix", choices=MIXES, metavar="MIX", help=f"its quant types (default Q4_K_M): {', '.join(MIXES)}"
+    )
+    trial = parser.add_argument_group("trials (lists: 0,4096)")
+    trial.add_argument(
+        "-p", "--prompt", type=numbers, default=[512], metavar="N,..", help="prompt tokens (512; 0: none)"
+    )
+    trial.add_argument(
+        "-n", "--gen", type=numbers, default=[64], metavar="N,..", help="tokens to generate (64; 0: none)"
+    )
+    trial.add_argument(
+        "-d", "--depth", type=numbers, default=[0], metavar="N,..", help="tokens in the cache before (0)"
+    )
+    trial.add_argument(
+        "-t", "--threads", type=numbers, default=[], metavar="N,..", help="worker processes, one core each (all cores)"
+    )
+    trial.add_argument("-r", "--repeats", type=positive, default=5, metavar="N", help="rounds after a warm-up (5)")
+    trial.add_argument("--prompt-block", type=positive, default=512, metavar="N", help="greatest rows of a step (512)")
+    trial.add_argument("--cache-type", choices=("f16", "f32"), default="f16", help="type of the attention caches")
+    peer = parser.add_argument_group("comparison")
+    peer.add_argument("--against", choices=("llama.cpp",), help="alternate with this engine's installed wheel")
+    peer.add_argument(
+        "--peer-python", metavar="FILE", help="interpreter (3.11 or newer) in whose environment the wheel is installed"
+    )
+    peer.add_argument("--peer-package", choices=PACKAGES, help="which wheel, if there are several (default auto)")
+    peer.add_argument("--repack", choices=("on", "off"), help="whether llama.cpp repacks weights (default on)")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("-o", "--output", choices=("table", *OUTPUTS), default="table", help="how to print the rows")
+    output.add_argument("--json", action="store_const", const="json", dest="output", help="the same as -o json")
+    return parser
+
+
+def numbers(text: str) -> list[int]:
+    """ "0,4096" as numbers, none of them negative."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 0,4096") from None
+    if min(found) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} has a negative number")
+    return found
+
+
+def check(args: argparse.Namespace) -> None:
+    """Options that would do nothing, or cannot be meant."""
+    if args.synthetic is None:
+        for name in ("layers", "mix"):
+            if getattr(args, name) is not None:
+                raise UsageError(f"--{name} shapes a synthetic file", "name one with --synthetic, or leave it out")
+    elif args.model is not None or args.demo is not None:
+        raise UsageError("--synthetic and -m or --demo both name a model", "leave one of them out")
+    if args.against is None:
+        for name in ("peer_python", "peer_package", "repack"):
+            if getattr(args, name) is not None:
+                spelling = f"--{name.replace('_', '-')}"
+                raise UsageError(f"{spelling} is about the other engine", "add --against llama.cpp, or leave it out")
+    if 0 in args.threads:
+        raise UsageError("-t 0: nothing runs on no thread", "leave -t out for all cores")
+    most = default_processes()
+    if args.threads and max(args.threads) > most:
+        raise UsageError(f"-t {max(args.threads)}: this process may use {most} cores", f"ask for at most {most}")
+    template = TEMPLATES.get(args.synthetic or "")
+    layers = template and (args.layers or template.default_layers)
+    if args.against and template and template.peer_layers and layers not in template.peer_layers:
+        allowed = " or ".join(map(str, template.peer_layers))
+        raise UsageError(f"llama.cpp takes {args.synthetic} only with {allowed} layers", f"--layers {allowed[-2:]}")
+
+
+def benchmark(args: argparse.Namespace, path: str, progress: ProgressDisplay) -> list[bench_report.Row]:
+    trials = trials_of(args.prompt, args.gen, args.depth)
+    rows: list[bench_report.Row] = []
+    with ModelFile.open(path) as model:
+        facts = model_facts(model, args)
+    for threads in args.threads or [default_processes()]:
+        rows += thread_rows(args, path, threads, trials, facts, progress)
+    for row in rows:
+        row["load_after"] = os.getloadavg()[0]
+    return rows
+
+
+def thread_rows(
+    args: argparse.Namespace,
+    path: str,
+    threads: int,
+    trials: Sequence[Trial],
+    facts: dict[str, Any],
+    progress: ProgressDisplay,
+) -> list[bench_report.Row]:
+    """All trials with one number of threads: one pool, one peer process, one set of readers."""
+    context = max(trial.positions for trial in trials)
+    with ExitStack() as stack:
+        engine = stack.enter_context(
+            BenchEngine(
+                path,
+                threads=threads,
+                context=context,
+                prompt_block=args.prompt_block,
+                cache_type=args.cache_type,
+                progress=progress,
+            )
+        )
+        peer = open_peer(args, path, threads, context, stack) if args.against else None
+        ceiling = stack.enter_context(ReadCeiling(threads, progress))
+        source = TokenSource(engine.program.vocabulary, max(trial.depth for trial in trials))
+        rows = []
+        for trial in trials:
+            rounds = run_trial(trial, args.repeats, engine, peer, ceiling, source, progress)
+            row = row_of(trial, threads, rounds, engine.program, engine.block, args.cache_type) | facts
+            if peer is not None:
+                row |= {"against": peer.name, "against_system": peer.facts["system"]}
+            rows.append(row)
+    return rows
+
+
+def open_peer(args: argparse.Namespace, path: str, threads: int, context: int, stack: ExitStack) -> LlamaPeer:
+    options = PeerOptions(args.peer_python or default_python(), args.peer_package or "auto", args.repack != "off")
+    return stack.enter_context(
+        LlamaPeer(options, path, threads=threads, context=context, micro_batch=args.prompt_block)
+    )
+
+
+def model_facts(model: ModelFile, args: argparse.Namespace) -> dict[str, Any]:
+    """The conditions that every row carries."""
+    return {
+        "model": Path(model.path).name,
+        "architecture": model.architecture,
+        "model_bytes": sum(tensor.nbytes for tensor in model.tensors.values()),
+        "version": version("bloomery"),
+        "executor": "host",
+        "prompt_block": args.prompt_block,
+        "cache_type": args.cache_type,
+        "repeats": args.repeats,
+        "cpu": cpu_name(),
+        "load_before": os.getloadavg()[0],
+    }
+
+
+def cpu_name() -> str:
+    """Model name and number of logical CPUs, as the kernel reports them."""
+    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
+             if line.startswith("model name")]  # fmt: skip
+    return f"{len(names)} x {names[0]}" if names else "unknown CPU"
+
+
+def run(args: argparse.Namespace) -> int:
+    check(args)
+    with ProgressDisplay(PROGRAM) as progress:
+        if args.synthetic is None:
+            path = chosen_model(args)
+        else:
+            path = str(synthetic_file(args.synthetic, args.layers or 0, args.mix or "Q4_K_M", progress=progress))
+        if not trials_of(args.prompt, args.gen, args.depth):
+            print(path)
+            return 0
+        rows = benchmark(args, path, progress)
+    if args.output == "table":
+        bench_report.print_tables(rows)
+    else:
+        print(OUTPUTS[args.output](rows))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    return run_program(PROGRAM, lambda: run(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""Our side of a benchmark: the engine with its worker pool in this process, without sockets.
+
+A request goes in as a client's would: scheduler, slots, sampling and detokenising are part of what is timed; only the
+protocol is left out, whose threads would share the cores with the workers. Knows nothing of peers and tables.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Self
+
+from bloomery.launcher.bench_trial import Trial
+from bloomery.runtime.architectures import build_program
+from bloomery.runtime.completion import new_request_id
+from bloomery.runtime.engine import Engine
+from bloomery.runtime.errors import RequestError
+from bloomery.runtime.host_pool import HostPool
+from bloomery.runtime.model_file import ModelFile
+from bloomery.runtime.requests import Admitted, Chunk, Event, Failed, Final, GenerationRequest, SamplingParameters
+from bloomery.runtime.step_work import op_kind
+from bloomery.runtime.tokenizer import Tokenizer
+from bloomery.runtime.worker_group import Progress
+
+GREEDY = SamplingParameters(temperature=0.0)
+
+
+@dataclass(frozen=True)
+class EngineRun:
+    """One timed trial. `seconds` is from handing in the request to its last event, `step_seconds` what the executor's
+    steps took of that; `tokens` were generated. `ticks` is each kind of op's part of the steps: (in kernels, waiting at
+    barriers), in ticks of all ranks together."""
+
+    seconds: float
+    steps: int
+    step_seconds: float
+    tokens: tuple[int, ...]
+    ticks: dict[str, tuple[int, int]]
+
+
+class BenchEngine:
+    """One pool of `threads` processes and an engine of one slot. Close it."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        threads: int,
+        context: int,
+        prompt_block: int,
+        cache_type: Literal["f16", "f32"],
+        progress: Progress = lambda stage, done, total: None,
+    ) -> None:
+        with ExitStack() as stack:
+            model = stack.enter_context(ModelFile.open(path))
+            self.program = build_program(model)
+            self._pool = HostPool.start(
+                path,
+                self.program,
+                context=context,
+                slots=1,
+                processes=threads,
+                prompt_block=prompt_block,
+                cache_type=cache_type,
+                progress=progress,
+                time_stages=True,
+            )
+            stack.callback(self._pool.close)
+            self._kinds = {op.name: op_kind(self.program, op) for op in self.program.ops}
+            self._engine = Engine(self._pool, Tokenizer.from_model_file(model), None)
+            thread = threading.Thread(target=self._engine.run, name="bench-engine", daemon=True)
+            thread.start()
+            stack.callback(thread.join)
+            stack.callback(self._engine.close)
+            self._stack = stack.pop_all()
+
+    @property
+    def block(self) -> int:
+        """Greatest number of rows of a step."""
+        return self._pool.max_rows
+
+    def fill(self, prefix: tuple[int, ...]) -> None:
+        """Brings these tokens into the cache, untimed. What is there already is kept."""
+        if prefix:
+            self._request(prefix, 0)
+
+    def run(self, trial: Trial, prefix: tuple[int, ...], fresh: tuple[int, ...]) -> EngineRun:
+        """Times a trial behind `prefix`, which `fill` has brought into the cache. `fresh`: the prompt's tokens ("pp"),
+        or the one token that generation starts from ("tg"); the tokens generated are the model's own, greedily."""
+        wanted = 1 if trial.kind == "pp" else trial.count
+        before = self._kind_ticks()
+        counted = self._pool.statistics()
+        begun = time.perf_counter()
+        finished, tokens, cached = self._request(prefix + fresh, wanted)
+        after = self._pool.statistics()
+        assert cached == len(prefix) and len(tokens) == wanted, f"{cached} tokens were cached, expected {len(prefix)}"
+        ticks = {
+            kind: (pair[0] - before[kind][0], pair[1] - before[kind][1]) for kind, pair in self._kind_ticks().items()
+        }
+        step_seconds = _total_seconds(after) - _total_seconds(counted)
+        return EngineRun(finished - begun, after["steps"] - counted["steps"], step_seconds, tokens, ticks)
+
+    def _request(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[float, tuple[int, ...], int]:
+        """When the last event came, the tokens generated, and how many of the prompt were cached."""
+        sink = _Sink()
+        request = GenerationRequest(
+            new_request_id(), tokens=prompt, max_tokens=max_tokens, sampling=GREEDY, ignore_eos=True
+        )
+        self._engine.submit(request, sink)
+        sink.ended.wait()
+        if sink.failure is not None:
+            raise RequestError(sink.failure.code, sink.failure.message, sink.failure.hint)
+        self._engine.wait_idle()
+        return sink.finished, tuple(sink.tokens), sink.cached
+
+    def _kind_ticks(self) -> dict[str, tuple[int, int]]:
+        sums: dict[str, tuple[int, int]] = {}
+        for name, (kernel, barrier) in self._pool.op_ticks().items():
+            kind = self._kinds[name]
+            before = sums.get(kind, (0, 0))
+            sums[kind] = (before[0] + kernel, before[1] + barrier)
+        return sums
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Sink:
+    """Gathers one request's events; called in the engine's thread."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.tokens: list[int] = []
+        self.cached = 0
+        self.finished = 0.0
+        self.failure: Failed | None = None
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Chunk):
+            self.tokens += event.tokens
+        elif isinstance(event, Admitted):
+            self.cached = event.cached_tokens
+        elif isinstance(event, Final | Failed):
+            self.finished = time.perf_counter()
+            self.failure = event if isinstance(event, Failed) else None
+            self.ended.set()
+
+
+def _total_seconds(statistics: dict[str, float]) -> float:
+    return statistics["step_seconds_mean"] * statistics["steps"]

@@ -1,0 +1,150 @@
+"""How the rows of a benchmark look: a table for people, JSON, CSV and Markdown for everything else.
+
+Knows the names of a row's figures, not how they were measured.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+from bloomery.launcher.tables import new_console, new_table
+
+Row = dict[str, Any]
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.0f} %"
+
+
+def _spread(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def _rate(value: float) -> str:
+    return f"{value:.2f}" if value < 100 else f"{value:.1f}"
+
+
+def _gigabytes(value: float) -> str:
+    return f"{value / 1e9:.3f} GB"
+
+
+# heading, name in a row, how it is written
+COLUMNS: Final[tuple[tuple[str, str, Callable[[Any], str]], ...]] = (
+    ("test", "test", str),
+    ("depth", "depth", str),
+    ("threads", "threads", str),
+    ("tok/s", "tokens_per_s", _rate),
+    ("spread", "spread", _spread),
+    ("peer tok/s", "against_tokens_per_s", _rate),
+    ("peer spread", "against_spread", _spread),
+    ("ratio", "ratio", "{:.2f}".format),
+    ("ratio spread", "ratio_spread", _spread),
+    ("bytes/step", "bytes_per_step", _gigabytes),
+    ("read GB/s", "read_gbps", "{:.1f}".format),
+    ("ceiling GB/s", "ceiling_gbps", "{:.1f}".format),
+    ("of ceiling", "ceiling_share", _percent),
+    ("bound tok/s", "bound_tokens_per_s", _rate),
+    ("GOP/s", "gops", "{:.0f}".format),
+)
+KIND_COLUMNS: Final[tuple[tuple[str, str, Callable[[Any], str]], ...]] = (
+    ("of the step", "share", _percent),
+    ("ms/step", "seconds", lambda value: f"{1e3 * value:.3f}"),
+    ("at barriers", "barrier_seconds", lambda value: f"{1e3 * value:.3f}"),
+    ("MB/step", "bytes", lambda value: f"{value / 1e6:.1f}" if value else ""),
+    ("GB/s", "gbps", lambda value: f"{value:.1f}" if value >= 0.05 else ""),
+    ("of ceiling", "ceiling_share", lambda value: _percent(value) if value >= 0.005 else ""),
+    ("GOP/s", "gops", lambda value: f"{value:.1f}" if value >= 0.05 else ""),
+)
+
+
+def as_json(rows: Sequence[Row]) -> str:
+    """An array with one object a row; figures that were not measured are null."""
+    return json.dumps(list(rows), indent=1)
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """One line a row; figures of kinds of op are columns "experts_seconds", "experts_gbps", ... Lists are left out."""
+    flat = [dict(_flat(row)) for row in rows]
+    names = list(dict.fromkeys(name for row in flat for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return text.getvalue().rstrip("\n")
+
+
+def _flat(row: Row) -> Iterator[tuple[str, Any]]:
+    for name, value in row.items():
+        if name == "kinds":
+            for kind, figures in value.items():
+                for figure in ("seconds", "gbps", "gops"):
+                    yield f"{kind.replace(' ', '_')}_{figure}", figures[figure]
+        elif not isinstance(value, list):
+            yield name, value
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """The conditions, a table of rows, and a table of kinds of op for each."""
+    lines = [*_conditions(rows[0]), "", *_markdown_table(*_table(rows))]
+    for row in rows:
+        lines += ["", f"{_title(row)}:", "", *_markdown_table(*_kind_table(row))]
+    return "\n".join(lines)
+
+
+def _markdown_table(headings: Sequence[str], body: Sequence[Sequence[str]]) -> Iterator[str]:
+    for cells in (headings, ["---"] * len(headings), *body):
+        yield f"| {' | '.join(cells)} |"
+
+
+def print_tables(rows: Sequence[Row]) -> None:
+    console = new_console()
+    for line in _conditions(rows[0]):
+        console.print(line)
+    pages = [("Rates", *_table(rows)), *((_title(row), *_kind_table(row)) for row in rows)]
+    for title, headings, body in pages:
+        table = new_table(title)
+        for heading in headings:
+            table.add_column(heading, justify="left" if heading in ("test", "kind of op") else "right")
+        for cells in body:
+            table.add_row(*cells)
+        console.print(table)
+
+
+def _conditions(row: Row) -> list[str]:
+    lines = [
+        f"{row['model']} ({row['architecture']}, {row['model_bytes'] / 1e9:.2f} GB), bloomery {row['version']}, prompt"
+        f" block {row['prompt_block']}, cache {row['cache_type']}",
+        f"{row['cpu']}; {row['repeats']} rounds; load {row['load_before']:.1f} before, {row['load_after']:.1f} after",
+    ]
+    if row["against"]:
+        lines.append(f"peer: {row['against']} ({row['against_system'].strip(' |')})")
+    if row["least_cpu_share"] < 0.97:
+        lines.append(
+            f"Other programs were running: at worst the readers of the ceiling had their CPUs"
+            f" {100 * row['least_cpu_share']:.0f} % of the time. These figures are no benchmark."
+        )
+    return lines
+
+
+def _table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    columns = [column for column in COLUMNS if any(row[column[1]] is not None for row in rows)]
+    body = [[write(row[name]) if row[name] is not None else "" for _, name, write in columns] for row in rows]
+    return [heading for heading, _, _ in columns], body
+
+
+def _kind_table(row: Row) -> tuple[list[str], list[list[str]]]:
+    body = [
+        [kind, *(write(figures[name]) for _, name, write in KIND_COLUMNS)] for kind, figures in row["kinds"].items()
+    ]
+    return ["kind of op", *(heading for heading, _, _ in KIND_COLUMNS)], body
+
+
+def _title(row: Row) -> str:
+    return (
+        f"{row['test']} at depth {row['depth']}, {row['threads']} threads: {row['steps']} steps,"
+        f" coordinator {row['coordinator_us']:.0f} us a step"
+    )

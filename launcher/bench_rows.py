@@ -1,0 +1,160 @@
+"""Rounds of a benchmark and the rows that come of them: ours, the peer's and the read ceiling take turns.
+
+Owns the order of measuring and every figure of a row. Does not know how rows look.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from bloomery.launcher.bench_engine import BenchEngine, EngineRun
+from bloomery.launcher.bench_peer import LlamaPeer
+from bloomery.launcher.bench_trial import TokenSource, Trial, paired_ratios, summary
+from bloomery.runtime.bandwidth_probe import ReadCeiling, ReadRate
+from bloomery.runtime.program import Program
+from bloomery.runtime.step_work import EXPERTS, Work, step_work
+from bloomery.runtime.worker_group import Progress
+
+GIGA: Final = 1e9
+PAUSE_SECONDS: Final = 0.02  # between sides: until the other's workers have stopped spinning
+CACHE_BYTES: Final = {"f16": 2, "f32": 4}
+
+
+@dataclass
+class Rounds:
+    """The measurements of one trial, one entry a round."""
+
+    ours: list[EngineRun] = field(default_factory=list)
+    theirs: list[float] = field(default_factory=list)
+    ceilings: list[ReadRate] = field(default_factory=list)
+
+
+def run_trial(
+    trial: Trial,
+    repeats: int,
+    engine: BenchEngine,
+    peer: LlamaPeer | None,
+    ceiling: ReadCeiling,
+    source: TokenSource,
+    progress: Progress,
+) -> Rounds:
+    """`repeats` rounds after one that only warms up. In each, ours runs first and the peer gets the same tokens: the
+    prompt, or the tokens that ours has generated."""
+    rounds = Rounds()
+    prefix = source.prefix(trial.depth)
+    engine.fill(prefix)
+    if peer is not None:
+        peer.fill(prefix)
+    for number in range(repeats + 1):
+        fresh = source.fresh(trial.count if trial.kind == "pp" else 1)
+        time.sleep(PAUSE_SECONDS)
+        ours = engine.run(trial, prefix, fresh)
+        theirs = 0.0
+        if peer is not None:
+            time.sleep(PAUSE_SECONDS)
+            theirs = peer.run(trial, fresh if trial.kind == "pp" else fresh + ours.tokens[:-1])
+        time.sleep(PAUSE_SECONDS)
+        rate = ceiling.measure()
+        if number:
+            rounds.ours.append(ours)
+            rounds.ceilings.append(rate)
+            rounds.theirs += [theirs] if peer is not None else []
+        progress(f"{trial.name} at depth {trial.depth}", number + 1, repeats + 1)
+    return rounds
+
+
+def row_of(trial: Trial, threads: int, rounds: Rounds, program: Program, block: int, cache_type: str) -> dict[str, Any]:
+    """The figures of one trial; see docs/performance.md for what each means."""
+    rates = [trial.count / run.seconds for run in rounds.ours]
+    rate = summary(rates)
+    seconds = statistics.median(run.seconds for run in rounds.ours)
+    step_seconds = statistics.median(run.step_seconds for run in rounds.ours)
+    steps = rounds.ours[0].steps
+    work = trial_work(program, trial, block, CACHE_BYTES[cache_type])
+    nbytes = sum(kind.read for kind in work.values())
+    ceiling = max(rate.bytes_per_second for rate in rounds.ceilings)
+    row: dict[str, Any] = {
+        "test": trial.name,
+        "depth": trial.depth,
+        "threads": threads,
+        "tokens_per_s": rate.median,
+        "spread": rate.spread,
+        "samples": rates,
+        "against": None,
+        "against_tokens_per_s": None,
+        "against_spread": None,
+        "ratio": None,
+        "ratio_spread": None,
+    }
+    if rounds.theirs:
+        their_rates = [trial.count / seconds for seconds in rounds.theirs]
+        theirs, ratio = summary(their_rates), summary(list(paired_ratios(rates, their_rates)))
+        row |= {"against_tokens_per_s": theirs.median, "against_spread": theirs.spread}
+        row |= {"against_samples": their_rates, "ratio": ratio.median, "ratio_spread": ratio.spread}
+    return row | {
+        "read_gbps": nbytes / seconds / GIGA,
+        "ceiling_gbps": ceiling / GIGA,
+        "ceiling_share": nbytes / seconds / ceiling,
+        "ceiling_median_gbps": statistics.median(rate.bytes_per_second for rate in rounds.ceilings) / GIGA,
+        "least_cpu_share": min(rate.cpu_share for rate in rounds.ceilings),
+        "steps": steps,
+        "bytes_per_step": round(nbytes / steps),
+        "dense_bytes": round(sum(kind.weights for name, kind in work.items() if name != EXPERTS) / steps),
+        "expert_bytes": round(work.get(EXPERTS, Work()).weights / steps),
+        "cache_bytes": round(sum(kind.cache for kind in work.values()) / steps),
+        "bound_tokens_per_s": trial.count * ceiling / nbytes,
+        "coordinator_us": 1e6 * (seconds - step_seconds) / steps,
+        "gops": sum(kind.operations for kind in work.values()) / seconds / GIGA,
+        "kinds": kind_rows(rounds.ours, work, step_seconds, steps, ceiling),
+    }
+
+
+def kind_rows(
+    runs: Sequence[EngineRun], work: dict[str, Work], step_seconds: float, steps: int, ceiling: float
+) -> dict[str, dict[str, float]]:
+    """For each kind of op, longest first: its share of the steps' time, seconds a step (kernels, barriers included),
+    the part of these at barriers, bytes a step, GB/s and their share of the ceiling, 10^9 operations a second."""
+    sums: dict[str, tuple[int, int]] = {}
+    for run in runs:
+        for kind, (kernel, barrier) in run.ticks.items():
+            before = sums.get(kind, (0, 0))
+            sums[kind] = (before[0] + kernel, before[1] + barrier)
+    total = max(1, sum(sum(pair) for pair in sums.values()))
+    found: dict[str, dict[str, float]] = {}
+    for kind, (kernel, barrier) in sorted(sums.items(), key=lambda item: -sum(item[1])):
+        share = (kernel + barrier) / total
+        seconds = share * step_seconds / steps
+        needed = work.get(kind, Work())
+        nbytes = needed.read / steps
+        speed = nbytes / seconds if seconds else 0.0
+        found[kind] = {
+            "share": share,
+            "seconds": seconds,
+            "barrier_seconds": barrier / total * step_seconds / steps,
+            "bytes": nbytes,
+            "gbps": speed / GIGA,
+            "ceiling_share": speed / ceiling,
+            "gops": needed.operations / steps / seconds / GIGA if seconds else 0.0,
+        }
+    return found
+
+
+def trial_work(program: Program, trial: Trial, block: int, cache_bytes: int) -> dict[str, Work]:
+    """Bytes and operations of all steps of a trial together, by kind of op."""
+    found: dict[str, Work] = {}
+    for rows, position in trial_steps(trial, block):
+        for kind, needed in step_work(program, rows, position, cache_bytes).items():
+            found[kind] = found.get(kind, Work()) + needed
+    return found
+
+
+def trial_steps(trial: Trial, block: int) -> Iterator[tuple[int, int]]:
+    """Rows and last position of each step: a prompt in blocks, or one row after the other."""
+    size = block if trial.kind == "pp" else 1
+    for first in range(0, trial.count, size):
+        rows = min(size, trial.count - first)
+        yield rows, trial.depth + first + rows - 1

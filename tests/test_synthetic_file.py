@@ -1,0 +1,214 @@
+"""Benchmark files: random blocks, llama.cpp's mixes, drafts, and files that both engines load."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bloomery.launcher.bench_engine import BenchEngine
+from bloomery.launcher.bench_peer import LlamaPeer, PeerOptions
+from bloomery.launcher.bench_trial import TokenSource, Trial
+from bloomery.runtime import synthetic_file
+from bloomery.runtime.architectures import build_program
+from bloomery.runtime.errors import BloomeryError
+from bloomery.runtime.model_file import ModelFile
+from bloomery.runtime.quant_types import QuantType
+from bloomery.runtime.synthetic_blocks import random_blocks
+from bloomery.runtime.synthetic_file import check_room, digest, write_draft
+from bloomery.runtime.synthetic_model import (
+    DEEPSEEK_V2_LITE,
+    LLAMA_1B,
+    QWEN3_30B_A3B,
+    TEMPLATES,
+    Draft,
+    deepseek2_draft,
+    llama_draft,
+    qwen3moe_draft,
+    synthetic_draft,
+)
+from bloomery.runtime.tensor_roles import bytes_by_type
+from bloomery.runtime.type_mixes import MIXES, PURE_MIXES, mixed_type
+
+# The same models with few and narrow layers. V2-Lite keeps its number of layers: llama.cpp knows it by that.
+SMALL = {
+    "qwen3-30b-a3b": qwen3moe_draft(
+        replace(QWEN3_30B_A3B, layers=2, width=256, vocabulary=600, heads=4, kv_heads=2, head_width=64, hidden=256,
+                experts=8, used=2, expert_hidden=256), "Q4_K_M"),
+    "deepseek-v2-lite": deepseek2_draft(
+        replace(DEEPSEEK_V2_LITE, width=256, vocabulary=600, heads=2, hidden=320, experts=4, used=2, expert_hidden=128,
+                latent=256), "Q3_K_M"),
+    "llama-1b": llama_draft(
+        replace(LLAMA_1B, layers=2, width=256, vocabulary=600, heads=4, kv_heads=2, head_width=64, hidden=512),
+        "Q4_K_M"),
+}  # fmt: skip
+FULL_BYTES = {  # whole models in Q4_K_M, of which published files have 18.56, 10.36 and 0.81 GB
+    "qwen3-30b-a3b": (48, 18.56e9),
+    "deepseek-v2-lite": (27, 10.36e9),
+    "llama-1b": (16, 0.81e9),
+}
+
+
+@pytest.mark.parametrize("name", PURE_MIXES)
+def test_random_blocks_are_finite_and_spread_as_asked(name: str) -> None:
+    quant_type, seed = QuantType.named(name), 11
+    print(f"seed {seed}")
+    data = random_blocks(np.random.default_rng(seed), quant_type, 256 * 512, 0.02)
+    assert data.nbytes == quant_type.row_bytes(256 * 512)
+    assert not quant_type.non_finite(data.reshape(-1, quant_type.block_bytes)).any()
+    values = quant_type.dequantise(data, np.float64)
+    power_of_two = name == "MXFP4"
+    assert values.std() == pytest.approx(0.02, rel=0.45 if power_of_two else 0.03)
+    # types of signed codes have one code more below zero than above
+    assert abs(values.mean()) < 0.02 * (0.15 if name in ("Q4_0", "Q5_0", "IQ4_NL") else 0.03)
+
+
+def test_blocks_differ_from_one_another() -> None:
+    data = random_blocks(np.random.default_rng(1), QuantType.named("Q4_K"), 256 * 64, 1.0).reshape(64, -1)
+    assert len({block.tobytes() for block in data}) == 64
+    assert len({block[:2].tobytes() for block in data}) > 32  # scales, too
+
+
+def test_a_type_without_known_scales_is_refused() -> None:
+    with pytest.raises(BloomeryError, match="IQ1_M"):
+        random_blocks(np.random.default_rng(1), QuantType.named("IQ1_M"), 256, 1.0)
+
+
+def test_mixes_are_those_of_llama_cpp() -> None:
+    def named(mix: str, stem: str, layer: int, layers: int, *, row: int = 2048, tied: bool = False) -> str:
+        return mixed_type(mix, stem, layer, layers, tied=tied, row=row).name
+
+    # use_more_bits of 48 layers: the first 6, the last 6, and every third from the eighth on
+    more = [layer for layer in range(48) if named("Q4_K_M", "ffn_down_exps", layer, 48) == "Q6_K"]
+    assert more == [*range(6), *range(8, 42, 3), *range(42, 48)]
+    assert more == [layer for layer in range(48) if named("Q4_K_M", "attn_v", layer, 48) == "Q6_K"]
+    assert named("Q4_K_M", "attn_q", 0, 48) == named("Q4_K_M", "token_embd", 0, 48) == "Q4_K"
+    assert [named("Q3_K_M", "ffn_down", layer, 48) for layer in (0, 2, 3, 47)] == ["Q5_K", "Q5_K", "Q4_K", "Q4_K"]
+    assert [named("Q3_K_M", "attn_v", layer, 48) for layer in (1, 2)] == ["Q5_K", "Q4_K"]
+    assert named("Q3_K_M", "attn_output", 9, 48) == "Q4_K"
+    assert named("Q3_K_M", "ffn_up", 9, 48) == "Q3_K"
+    for mix in ("Q3_K_M", "Q4_K_M"):
+        assert named(mix, "output", 0, 48) == named(mix, "token_embd", 0, 16, tied=True) == "Q6_K"
+        assert named(mix, "ffn_gate_inp", 3, 48) == "F32"
+    # rows that do not fill a block of 256, and of 32
+    assert named("Q4_K_M", "ffn_down_exps", 10, 27, row=1408) == "Q5_0"
+    assert named("Q4_K_M", "ffn_down_exps", 0, 27, row=1408) == "Q8_0"
+    assert named("Q3_K_M", "attn_k_b", 0, 27, row=128) == "Q4_0"
+    assert named("Q8_0", "attn_q", 0, 4, row=40) == "F16"
+
+
+def test_an_unknown_mix_is_refused() -> None:
+    with pytest.raises(BloomeryError, match="Q9_Z") as caught:
+        synthetic_draft("llama-1b", 0, "Q9_Z")
+    assert "Q4_K_M" in caught.value.hint
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_whole_models_have_the_published_sizes(name: str) -> None:
+    layers, published = FULL_BYTES[name]
+    assert synthetic_draft(name, layers, "Q4_K_M").nbytes == pytest.approx(published, rel=0.02)
+
+
+def test_the_file_name_changes_with_the_contents() -> None:
+    drafts = [synthetic_draft("llama-1b", layers, mix) for layers, mix in ((2, "Q4_K_M"), (3, "Q4_K_M"), (2, "Q3_K_M"))]
+    assert len({digest(draft) for draft in drafts}) == 3
+    assert digest(drafts[0]) == digest(synthetic_draft("llama-1b", 2, "Q4_K_M"))
+
+
+@pytest.fixture(scope="module")
+def small_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("synthetic")
+    paths = {name: folder / f"{name}.gguf" for name in SMALL}
+    for name, path in paths.items():
+        write_draft(SMALL[name], path)
+    return paths
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_file_is_what_its_draft_says(name: str, small_files: dict[str, Path]) -> None:
+    draft, path = SMALL[name], small_files[name]
+    with ModelFile.open(path) as model:
+        assert {t.name: (t.shape, t.quant_type.name) for t in model.tensors.values()} == {
+            t.name: (t.shape, t.quant_type.name) for t in draft.tensors
+        }
+        assert sum(bytes_by_type(model.tensors.values()).values()) == draft.nbytes
+        assert build_program(model).layers == draft.layers
+        for tensor, drafted in ((model.tensors[t.name], t) for t in draft.tensors):
+            values = tensor.dequantise()
+            assert np.isfinite(values).all()
+            # at least 32 elements, whose sample deviation is within a third
+            assert values.std() == pytest.approx(drafted.deviation, rel=0.35), tensor.name
+            assert values.mean() == pytest.approx(drafted.mean, abs=0.3 * drafted.deviation), tensor.name
+
+
+def test_the_same_draft_gives_the_same_bytes(tmp_path: Path, small_files: dict[str, Path]) -> None:
+    again, other = tmp_path / "again.gguf", tmp_path / "other.gguf"
+    write_draft(SMALL["llama-1b"], again)
+    write_draft(SMALL["llama-1b"], other, seed=2)
+    assert again.read_bytes() == small_files["llama-1b"].read_bytes() != other.read_bytes()
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_our_engine_runs_the_file(name: str, small_files: dict[str, Path]) -> None:
+    with BenchEngine(str(small_files[name]), threads=1, context=64, prompt_block=16, cache_type="f16") as engine:
+        source = TokenSource(600, 20)
+        engine.fill(source.prefix(20))
+        run = engine.run(Trial("tg", 8, 20), source.prefix(20), source.fresh(1))
+        assert run.steps == len(run.tokens) == 8
+        assert 0 < run.step_seconds < run.seconds
+        prompt = engine.run(Trial("pp", 24, 20), source.prefix(20), source.fresh(24))
+        assert prompt.steps == 2  # blocks of 16 rows
+        # noise, but not the same noise for ever; where the embedding is the output, too, a token finds itself again
+        assert SMALL[name].tied or len(set(run.tokens)) > 1
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_llama_cpp_loads_the_file(name: str, small_files: dict[str, Path]) -> None:
+    if find_spec("xllamacpp") is None and find_spec("llama_cpp") is None:
+        pytest.skip("no llama.cpp wheel is installed (pip install 'bloomery[oracle]')")
+    options = PeerOptions(sys.executable, "auto", True)
+    with LlamaPeer(options, str(small_files[name]), threads=1, context=64, micro_batch=16) as peer:
+        source = TokenSource(600, 20)
+        peer.fill(source.prefix(20))
+        assert peer.run(Trial("tg", 8, 20), source.fresh(8)) > 0
+
+
+def test_a_made_file_is_found_again_and_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BLOOMERY_CACHE", str(tmp_path))
+    monkeypatch.setattr(synthetic_file, "synthetic_draft", lambda name, layers, mix: SMALL[name])
+    told: list[tuple[str, int, int]] = []
+    made = synthetic_file.synthetic_file("llama-1b", 0, "Q4_K_M", progress=lambda *report: told.append(report))
+    assert made.parent == tmp_path / "bench"
+    assert told[-1][1] == told[-1][2] == SMALL["llama-1b"].nbytes
+    count, changed = len(told), made.stat().st_mtime_ns
+    assert synthetic_file.synthetic_file("llama-1b", 0, "Q4_K_M", progress=lambda *report: told.append(report)) == made
+    assert (len(told), made.stat().st_mtime_ns) == (count, changed)
+
+
+def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(BloomeryError, match="MiB are free") as caught:
+        check_room(tmp_path, 1 << 60)
+    assert "--layers" in caught.value.hint
+
+
+def test_an_interrupted_file_leaves_nothing(tmp_path: Path) -> None:
+    class Stopped(Exception):
+        pass
+
+    def stop(stage: str, done: int, total: int) -> None:
+        if done > total // 2:
+            raise Stopped
+
+    draft: Draft = SMALL["llama-1b"]
+    with pytest.raises(Stopped):
+        write_draft(draft, tmp_path / "half.gguf", progress=stop)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_mix_that_is_offered_makes_a_draft() -> None:
+    for mix in MIXES:
+        assert synthetic_draft("deepseek-v2-lite", 2, mix).nbytes > 0
