@@ -268,7 +268,8 @@ def test_llama_cpp_keeps_the_prefix_and_forgets_the_rest() -> None:
             peer.run(Trial("pp", 250, 60), source.fresh(250))
 
 
-def test_an_interpreter_without_llama_cpp_is_named(tmp_path: Path) -> None:
+def test_an_interpreter_without_llama_cpp_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True, timeout=60)
     python = str(tmp_path / "bare" / "bin" / "python")
     with pytest.raises(BloomeryError, match=r"bare/bin/python has no llama\.cpp") as caught:
