@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from deepseek_data import tiny4, tiny41
+from running import rows_of
 
 from bloomery.runtime.architectures import build_program
 from bloomery.runtime.errors import ModelFileError
@@ -22,6 +23,7 @@ from bloomery.runtime.model_file import ModelFile, Tensor
 from bloomery.runtime.ops_deepseek4 import IndexRows, WindowAttention
 from bloomery.runtime.program import MatMul, Program, RoutedExperts, op_views, op_weights
 from bloomery.runtime.quant_types import QuantType
+from bloomery.runtime.reference import ReferenceExecutor
 
 KEY, TENSOR, DROP = "key", "tensor", object()
 
@@ -309,3 +311,17 @@ def test_programs_are_whole(path: Path) -> None:
         assert len(kinds) <= 1 or op.name.startswith("select_")
     products = [op.name for op in program.ops if isinstance(op, MatMul) and op.name.startswith("blk.2.")]
     assert products[1].startswith("blk.2.attn_q_a+attn_kv+attn_compressor_kv+attn_compressor_gate")
+
+
+def test_hash_layers_up_to_the_last_row() -> None:
+    """The last layer computes wanted rows only and must look up their tokens."""
+    tables = {f"blk.{layer}.ffn_gate_tid2eid.weight": like(SIDES["hash"]) for layer in range(6)}
+    biases = {f"blk.{layer}.exp_probs_b.bias": DROP for layer in range(2, 6)}
+    program = Edit(V4, {"hash_layer_count": 6}, tables | biases).build()
+    tokens = np.random.default_rng(2).integers(0, 512, 9)
+    every, last = (ReferenceExecutor(program, context=16) for _ in range(2))
+    expected = every.step(rows_of(tokens)).logits
+    wanted = dataclasses.replace(rows_of(tokens), out_rows=np.array([3, 7], np.int32))
+    np.testing.assert_allclose(last.step(wanted).logits, expected[[3, 7]], rtol=0, atol=1e-4)
+    ids = last.read(next(op.ids for op in program.ops if op.name == "blk.5.router"))[:, 0]  # type: ignore[union-attr]
+    assert (ids == opened(V4).tensors[SIDES["hash"]].dequantise(np.int32)[tokens[[3, 7]]]).all()
