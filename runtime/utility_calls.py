@@ -1,4 +1,4 @@
-"""Calls that need tokenizer or template but no model step: tokenize, detokenize, apply_template.
+"""Calls that need tokenizer or template but no model step: tokenize, detokenize, apply_template, pieces.
 
 Owns their arguments, results and bounds, and the thread that runs them and prepares prompts. It knows no sockets.
 """
@@ -32,6 +32,8 @@ TOKENIZE_SCHEMA = Schema(
         Field("pieces", flag(), False),
     ),
 )
+PIECES_SCHEMA = Schema("pieces", (Field("tokens", token_array()),))
+SPECIAL_TOKENS_SCHEMA = Schema("special_tokens", ())
 DETOKENIZE_SCHEMA = Schema("detokenize", (Field("tokens", token_array()), Field("special", flag(), False)))
 TEMPLATE_SCHEMA = Schema(
     "apply_template",
@@ -39,8 +41,10 @@ TEMPLATE_SCHEMA = Schema(
         Field("messages", array(mapping(), 1 << 16)),
         Field("add_generation_prompt", flag(), True),
         Field("template_variables", mapping(), {}),
+        Field("template", text(), ""),
     ),
 )
+TEMPLATES_KEPT = 8
 
 
 class UtilityCalls:
@@ -49,9 +53,12 @@ class UtilityCalls:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self._tokenizer = tokenizer
         self._template = template
+        self._others: dict[str, ChatTemplate] = {}  # the last few templates that calls have brought
         self._methods: dict[str, tuple[Schema, Callable[..., dict[str, Any]]]] = {
             "tokenize": (TOKENIZE_SCHEMA, self._tokenize),
             "detokenize": (DETOKENIZE_SCHEMA, self._detokenize),
+            "pieces": (PIECES_SCHEMA, self._pieces),
+            "special_tokens": (SPECIAL_TOKENS_SCHEMA, self._special_tokens),
             "apply_template": (TEMPLATE_SCHEMA, self._apply_template),
         }
 
@@ -72,7 +79,18 @@ class UtilityCalls:
             value["pieces"] = [self._tokenizer.piece(token) for token in tokens]
         return value
 
+    def _pieces(self, tokens: tuple[int, ...]) -> dict[str, Any]:
+        self._check(tokens)
+        return {"pieces": [self._tokenizer.piece(token) for token in tokens]}
+
+    def _special_tokens(self) -> dict[str, Any]:
+        return {"tokens": dict(self._tokenizer.special)}
+
     def _detokenize(self, tokens: tuple[int, ...], special: bool) -> dict[str, Any]:
+        self._check(tokens)
+        return {"text": self._tokenizer.decode(tokens, special=special)}
+
+    def _check(self, tokens: tuple[int, ...]) -> None:
         vocabulary = self._tokenizer.vocabulary
         for index, token in enumerate(tokens):
             if token >= vocabulary:
@@ -80,20 +98,35 @@ class UtilityCalls:
                 raise RequestError(
                     "invalid_request", f"field {field}: token {token} of a vocabulary of {vocabulary}", field=field
                 )
-        return {"text": self._tokenizer.decode(tokens, special=special)}
 
     def _apply_template(
-        self, messages: tuple[dict[str, Any], ...], add_generation_prompt: bool, template_variables: dict[str, Any]
+        self,
+        messages: tuple[dict[str, Any], ...],
+        add_generation_prompt: bool,
+        template_variables: dict[str, Any],
+        template: str,
     ) -> dict[str, Any]:
-        if self._template is None:
+        chosen = self._other_template(template) if template else self._template
+        if chosen is None:
             raise RequestError("unsupported", "the model file has no chat template", "send text or tokens")
         for name in template_variables:
             if name in RESERVED_VARIABLES:
                 field = "arguments.template_variables"
                 raise RequestError("invalid_request", f"field {field}: the name {name} is reserved", field=field)
-        render = self._template.render
-        rendered = render(list(messages), add_generation_prompt=add_generation_prompt, **template_variables)
+        rendered = chosen.render(list(messages), add_generation_prompt=add_generation_prompt, **template_variables)
         return {"text": rendered}
+
+    def _other_template(self, source: str) -> ChatTemplate:
+        """A template of the caller's, compiled once while it is in use."""
+        found = self._others.pop(source, None)
+        if found is None:
+            from bloomery.runtime.chat_template import ChatTemplate
+
+            found = ChatTemplate(source, self._tokenizer)
+        while len(self._others) >= TEMPLATES_KEPT:
+            del self._others[next(iter(self._others))]
+        self._others[source] = found
+        return found
 
 
 class Workbench:

@@ -1,0 +1,113 @@
+"""The daemon behind the server: connecting to it, its facts, and small calls whose answers are kept.
+
+Owns the client connection and what is known of the model. It does not know HTTP, nor how a private daemon is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from bloomery.launcher.http.errors import as_request_error
+from bloomery.runtime.async_client import AsyncClient, AsyncGeneration
+from bloomery.runtime.client import ControlClient
+from bloomery.runtime.errors import RequestError
+from bloomery.runtime.facts import ModelFacts
+from bloomery.runtime.requests import GenerationRequest
+
+log = logging.getLogger(__name__)
+
+CREDIT = 1024
+KEPT_PIECES = 1 << 20
+
+
+class Backend:
+    """`state` is "loading", "ready" or "failed". Calls raise RequestError("loading") before it is ready."""
+
+    def __init__(self, endpoint: Future[str]) -> None:
+        self.state = "loading"
+        self.error: BaseException | None = None
+        self._endpoint = endpoint
+        self._client: AsyncClient | None = None
+        self._control: ControlClient | None = None
+        self._pieces: dict[int, bytes] = {}
+
+    async def open(self) -> None:
+        """Connects when the daemon is there. Never raises: `state` and `error` say how it went."""
+        try:
+            endpoint = await asyncio.wrap_future(self._endpoint)
+            self._client = await AsyncClient.connect(endpoint, name="bloomery-serve", timeout=600)
+            self._control = await asyncio.to_thread(ControlClient, self._client.control)
+            self.state = "ready"
+        except Exception as error:
+            self.error, self.state = error, "failed"
+
+    async def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+        if self._control is not None:
+            await asyncio.to_thread(self._control.close)
+
+    def require_ready(self) -> None:
+        """Raises RequestError("loading"), or why the daemon cannot be used."""
+        assert self.client is not None
+
+    @property
+    def client(self) -> AsyncClient:
+        if self._client is None:
+            if self.error is not None:
+                raise as_request_error(self.error)
+            raise RequestError("loading", "the model is still being loaded")
+        return self._client
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self.client.facts
+
+    def generate(self, request: GenerationRequest) -> AsyncGeneration:
+        return self.client.generate(request, credit=CREDIT)
+
+    async def call(self, method: str, **arguments: Any) -> dict[str, Any]:
+        return dict(await self.client.call(method, **arguments))
+
+    async def control(self, method: str) -> dict[str, Any]:
+        """A call on the control socket, which answers while long prompts run."""
+        client = self.client
+        assert client is not None and self._control is not None
+        return dict(await asyncio.to_thread(self._control.call, method) or {})
+
+    async def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        return await self.client.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    async def pieces(self, tokens: Iterable[int]) -> dict[int, bytes]:
+        """The bytes of tokens, control tokens written out. Each token is asked for once."""
+        wanted = set(tokens)
+        missing = sorted(wanted - self._pieces.keys())
+        if missing:
+            if len(self._pieces) > KEPT_PIECES:
+                self._pieces.clear()
+                missing = sorted(wanted)
+            found = (await self.call("pieces", tokens=missing))["pieces"]
+            self._pieces.update(zip(missing, found, strict=True))
+        return {token: self._pieces[token] for token in wanted}
+
+    async def shown(self, tokens: Sequence[int]) -> str:
+        """Text of tokens, control tokens written out."""
+        return await self.client.detokenize(tokens, special=True)
+
+    async def apply_template(
+        self, messages: Sequence[dict[str, Any]], template: str, add_generation_prompt: bool, variables: dict[str, Any]
+    ) -> str:
+        """The prompt text of a conversation; `template` is Jinja source, "" for the model file's own."""
+        value = await self.call(
+            "apply_template",
+            messages=list(messages),
+            template=template,
+            add_generation_prompt=add_generation_prompt,
+            template_variables=variables,
+        )
+        return str(value["text"])

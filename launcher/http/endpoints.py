@@ -1,0 +1,197 @@
+"""The endpoints that generate: from a JSON body to jobs and a shape, and the answer whole or as a stream.
+
+Owns which fields each API adds to the common ones. It does not know routes (`app.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from bloomery.launcher.http.chat_input import Conversation, read_conversation
+from bloomery.launcher.http.chat_shape import ChatShape
+from bloomery.launcher.http.constraints import read_constraint
+from bloomery.launcher.http.errors import invalid
+from bloomery.launcher.http.fields import RANDOM_SEED, flag, shown
+from bloomery.launcher.http.generation import run_jobs, whole_answers
+from bloomery.launcher.http.parameters import Job, check_room, read_biases, read_prompts, read_values
+from bloomery.launcher.http.shapes import NativeShape, Shape, TextShape
+from bloomery.launcher.http.streaming import EventStream, until_disconnect
+from bloomery.runtime.errors import RequestError
+
+if TYPE_CHECKING:
+    from bloomery.launcher.http.server import Server
+
+Body = dict[str, Any]
+
+
+async def json_body(request: Request, limit: int) -> Body:
+    """The request's JSON object. Raises RequestError for anything else."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise too_large(limit)
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > limit:
+            raise too_large(limit)
+    try:
+        body = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise invalid(f"the body must be a JSON object, found {shown(body)}")
+    return body
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def too_large(limit: int) -> RequestError:
+    return RequestError("too_large", f"the body is larger than {limit} bytes", limit=limit)
+
+
+async def jobs_of(
+    server: Server, body: Body, values: Body, prompts: Sequence[tuple[int, ...]], **extra: Any
+) -> list[Job]:
+    """One job for each prompt and choice; choice i of a prompt has the seed plus i."""
+    biases = await read_biases(server.backend, body)
+    constraint = read_constraint(body)
+    count = values["n_cmpl"]
+    if count > server.backend.facts.slots:
+        raise invalid(f"n must be from 1 to {server.backend.facts.slots} (the slots), found {count}", field="n")
+    jobs: list[Job] = []
+    for prompt in prompts:
+        check_room(prompt, server.backend.facts.context)
+        for choice in range(count):
+            seed = values["seed"] if values["seed"] == RANDOM_SEED else (values["seed"] + choice) % 2**32
+            slot = values["id_slot"] if len(prompts) * count == 1 else -1
+            own = {**values, "seed": seed, "id_slot": slot}
+            jobs.append(Job(len(jobs), prompt, own, biases, constraint, extra))
+    return jobs
+
+
+async def answer(server: Server, request: Request, jobs: list[Job], shape: Shape, *, stream: bool) -> Response:
+    """Runs the jobs and answers in the given shape. Raises RequestError if they fail before anything is sent."""
+    show_prompt = shape.show_prompt
+    if stream:
+        steps = server.watched(request, jobs, run_jobs(server.backend, server.settings, jobs, show_prompt=show_prompt))
+        ping = jobs[0].values["sse_ping_interval"]
+        return await EventStream.begun(request, steps, shape, ping)
+
+    async def run() -> Any:
+        steps = server.watched(request, jobs, run_jobs(server.backend, server.settings, jobs, show_prompt=show_prompt))
+        return shape.whole(await whole_answers(steps, len(jobs)))
+
+    return JSONResponse(await until_disconnect(request, run()))
+
+
+async def completion(server: Server, request: Request) -> Response:
+    """POST /completion."""
+    body = await json_body(request, server.settings.max_body)
+    return await native_completion(server, request, body)
+
+
+async def native_completion(server: Server, request: Request, body: Body) -> Response:
+    values = await read_values(server.backend, server.settings, body)
+    if "prompt" not in body:
+        raise invalid('"prompt" is required', field="prompt")
+    prompts = await read_prompts(server.backend, body["prompt"])
+    jobs = await jobs_of(server, body, values, prompts)
+    shape = NativeShape(server.model_name, server.backend.facts)
+    return await answer(server, request, jobs, shape, stream=values["stream"])
+
+
+async def text_completion(server: Server, request: Request) -> Response:
+    """POST /v1/completions."""
+    body = await json_body(request, server.settings.max_body)
+    if flag(body, "echo", False):
+        raise invalid("echo is not supported", field="echo")
+    if body.get("suffix"):
+        raise invalid("suffix is not supported", "use /infill", field="suffix")
+    if body.get("logprobs") is not None and body.get("n_probs") is None:
+        body = {**body, "n_probs": body["logprobs"]}
+    values = await read_values(server.backend, server.settings, body)
+    if "prompt" not in body:
+        raise invalid('"prompt" is required', field="prompt")
+    prompts = await read_prompts(server.backend, body["prompt"])
+    jobs = await jobs_of(server, body, values, prompts)
+    shape = TextShape(
+        server.model_name,
+        server.backend.facts,
+        server.fingerprint,
+        verbose=values["verbose"],
+        include_usage=values["include_usage"],
+        jobs=len(jobs),
+    )
+    return await answer(server, request, jobs, shape, stream=values["stream"])
+
+
+async def chat_jobs(server: Server, body: Body) -> tuple[list[Job], Conversation]:
+    """The jobs of a chat request in OpenAI's form."""
+    body = _with_logprobs(body)
+    values = await read_values(server.backend, server.settings, body)
+    conversation = await read_conversation(server.backend, server.settings, body)
+    values["stop"] = [*values["stop"], *conversation.format.stops]
+    tokens = tuple(await server.prompt_tokens(conversation.prompt))
+    return await jobs_of(server, body, values, [tokens], **conversation.settings()), conversation
+
+
+def _with_logprobs(body: Body) -> Body:
+    wanted = flag(body, "logprobs", False)
+    if wanted:
+        return {**body, "n_probs": body.get("top_logprobs", 20) or 20}
+    if body.get("top_logprobs"):
+        raise invalid("top_logprobs requires logprobs to be set to true", field="top_logprobs")
+    return body
+
+
+async def chat_completion(server: Server, request: Request) -> Response:
+    """POST /v1/chat/completions."""
+    body = await json_body(request, server.settings.max_body)
+    jobs, conversation = await chat_jobs(server, body)
+    values = jobs[0].values
+    shape = ChatShape(
+        server.model_name,
+        server.backend.facts,
+        server.fingerprint,
+        conversation.format,
+        verbose=values["verbose"],
+        include_usage=values["include_usage"],
+        jobs=len(jobs),
+    )
+    return await answer(server, request, jobs, shape, stream=values["stream"])
+
+
+async def apply_template(server: Server, request: Request) -> Response:
+    """POST /apply-template."""
+    body = await json_body(request, server.settings.max_body)
+    conversation = await read_conversation(server.backend, server.settings, body)
+    return JSONResponse({"prompt": conversation.prompt})
+
+
+async def chat_input_tokens(server: Server, request: Request) -> Response:
+    """POST /v1/chat/completions/input_tokens."""
+    body = await json_body(request, server.settings.max_body)
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": await count_tokens(server, body)})
+
+
+async def count_tokens(server: Server, body: Body) -> int:
+    """Tokens of the prompt of a chat request in OpenAI's form."""
+    conversation = await read_conversation(server.backend, server.settings, body)
+    return len(await server.prompt_tokens(conversation.prompt))
+
+
+async def infill(server: Server, request: Request) -> Response:
+    """POST /infill: the prompt is made of what comes before and after the gap, and of other files."""
+    from bloomery.launcher.http.infill import infill_prompt
+
+    body = await json_body(request, server.settings.max_body)
+    values = await read_values(server.backend, server.settings, body)
+    prompt = await infill_prompt(server.backend, body, values["n_predict"], server.prompt_block)
+    return await native_completion(server, request, {**body, "prompt": prompt})

@@ -1,0 +1,109 @@
+"""Listening sockets and the event loop: from settings to a server that runs until it is told to stop.
+
+Owns the order of the end: no new connections, running answers get a moment, then they are cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import uvicorn
+
+from bloomery.launcher.http.app import make_app
+from bloomery.launcher.http.backend import Backend
+from bloomery.launcher.http.server import Server
+from bloomery.launcher.http.settings import ServerSettings
+from bloomery.runtime.errors import BloomeryError
+
+BACKLOG = 1024
+DEFAULT_BLOCK = 512
+
+
+def listen(settings: ServerSettings) -> list[socket.socket]:
+    """A listening socket for every address; port 0 chooses one. Raises BloomeryError naming the address."""
+    sockets: list[socket.socket] = []
+    port = settings.port
+    for host in settings.hosts:
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            server = socket.socket(family, kind)
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            server.bind(address)
+            server.listen(BACKLOG)
+        except OSError as error:
+            raise BloomeryError(f"cannot listen on {host}:{port}: {error.strerror}", "choose another --port") from None
+        port = server.getsockname()[1]
+        sockets.append(server)
+    return sockets
+
+
+def run_server(
+    settings: ServerSettings,
+    endpoint: Future[str],
+    *,
+    timeout: float,
+    prompt_block: int | None,
+    listening: Callable[[list[str]], None],
+) -> int:
+    """Serves until SIGTERM or SIGINT. Raises what kept the daemon from starting."""
+    sockets = listen(settings)
+    backend = Backend(endpoint)
+    server = Server(settings, backend)
+    server.prompt_block = prompt_block or DEFAULT_BLOCK
+    config = uvicorn.Config(
+        make_app(server),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=max(1, round(timeout)),
+        timeout_graceful_shutdown=max(1, round(settings.stop_seconds)),
+        server_header=False,
+        ws="none",
+    )
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+    listening([_shown(sock) for sock in sockets])
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(uvicorn.Server(config), sockets, backend))
+    if backend.state == "failed" and backend.error is not None:
+        raise backend.error
+    return 0
+
+
+async def _serve(http: uvicorn.Server, sockets: list[socket.socket], backend: Backend) -> None:
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        http.force_exit, http.should_exit = http.should_exit, True
+
+    http.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+    opening = asyncio.create_task(_open(backend, stop))
+    serving = asyncio.create_task(http._serve(sockets))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    await serving
+    opening.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await opening
+    await backend.close()
+
+
+async def _open(backend: Backend, stop: Callable[[], None]) -> None:
+    """A daemon that cannot start ends the server."""
+    await backend.open()
+    if backend.state == "failed":
+        stop()
+
+
+def _shown(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if sock.family == socket.AF_INET6 else f"http://{host}:{port}"

@@ -1,0 +1,117 @@
+"""One running server: settings, the daemon behind it, and what it remembers of its requests.
+
+Owns names, the record of each slot's last request, and the log of requests. Routes are `app.py`'s.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+
+from bloomery.launcher.http.backend import Backend
+from bloomery.launcher.http.generation import Answer, Begun, Ended, Step
+from bloomery.launcher.http.metrics import Rates
+from bloomery.launcher.http.parameters import Job
+from bloomery.launcher.http.settings import ServerSettings
+from bloomery.runtime.errors import RequestError
+
+
+@dataclass
+class SlotRecord:
+    """The last request of a slot. `task` counts the server's requests."""
+
+    task: int
+    answer: Answer
+    running: bool = True
+
+
+class Server:
+    def __init__(self, settings: ServerSettings, backend: Backend) -> None:
+        self.settings, self.backend = settings, backend
+        self.fingerprint = f"bloomery-{version('bloomery')}"
+        self.started = time.time()
+        self.records: dict[int, SlotRecord] = {}
+        self.longest = 0
+        self.rates = Rates()
+        self.prompt_block = 512
+        self._tasks = itertools.count()
+
+    @property
+    def model_name(self) -> str:
+        if self.settings.aliases:
+            return self.settings.aliases[0]
+        facts = self.backend.facts
+        return Path(facts.path).name or facts.alias
+
+    async def prompt_tokens(self, prompt: str) -> list[int]:
+        """Token ids of a rendered conversation: no second BOS where the template has written one."""
+        facts = self.backend.facts
+        if facts.add_bos and facts.bos is not None:
+            shown = (await self.backend.pieces([facts.bos]))[facts.bos].decode("utf-8", "replace")
+            prompt = prompt.removeprefix(shown)
+        return await self.backend.tokenize(prompt)
+
+    async def watched(self, request: Request, jobs: list[Job], steps: AsyncIterator[Step]) -> AsyncIterator[Step]:
+        """The same steps, recorded."""
+        task = next(self._tasks)
+        begun, code = time.monotonic(), ""
+        answers: dict[int, Answer] = {}
+        try:
+            async with aclosing(steps) as inner:  # type: ignore[type-var]
+                async for step in inner:
+                    answer = step.answer
+                    if isinstance(step, Begun):
+                        answers[answer.job.index] = answer
+                        self.records[answer.slot] = SlotRecord(task, answer)
+                    elif isinstance(step, Ended):
+                        self._end(answer)
+                    yield step
+        except RequestError as error:
+            code = error.code
+            raise
+        finally:
+            for answer in answers.values():
+                self._end(answer)
+            if self.settings.json_log:
+                self._log(request, task, jobs, answers, begun, code)
+
+    def _end(self, answer: Answer) -> None:
+        record = self.records.get(answer.slot)
+        if record is not None and record.answer is answer:
+            record.running = False
+        self.longest = max(self.longest, answer.prompt_tokens + answer.generated)
+
+    def _log(
+        self, request: Request, task: int, jobs: list[Job], answers: dict[int, Answer], begun: float, code: str
+    ) -> None:
+        """One JSON line on standard error."""
+        done = list(answers.values())
+        first = min((answer.first_token_at for answer in done if answer.first_token_at), default=None)
+        timings = [answer.timings() for answer in done]
+        entry: dict[str, Any] = {
+            "time": round(time.time(), 3),
+            "task": task,
+            "path": request.url.path,
+            "client": request.client.host if request.client else "",
+            "choices": len(jobs),
+            "prompt_tokens": sum(answer.prompt_tokens for answer in done),
+            "cached_tokens": sum(answer.cached for answer in done),
+            "generated_tokens": sum(answer.generated for answer in done),
+            "seconds": round(time.monotonic() - begun, 4),
+            "first_token_seconds": None if first is None else round(first - begun, 4),
+            "prompt_tokens_per_second": round(sum(t["prompt_per_second"] for t in timings), 2),
+            "generated_tokens_per_second": round(sum(t["predicted_per_second"] for t in timings), 2),
+            "finish": [answer.final.reason if answer.final else "cancelled" for answer in done],
+            "error": code or None,
+        }
+        print(json.dumps(entry), file=sys.stderr, flush=True)

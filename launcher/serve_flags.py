@@ -1,0 +1,146 @@
+"""Flags of bloomery-serve that set defaults of requests, and flags of llama-server that change nothing here.
+
+Owns both lists. What the defaults mean is `http/fields.py`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+# Flag spellings, request field, type.
+_DEFAULTS: tuple[tuple[tuple[str, ...], str, type], ...] = (
+    (("-n", "--predict", "--n-predict"), "n_predict", int),
+    (("--temp", "--temperature"), "temperature", float),
+    (("-s", "--seed"), "seed", int),
+    (("--top-k",), "top_k", int),
+    (("--top-p",), "top_p", float),
+    (("--min-p",), "min_p", float),
+    (("--top-n-sigma", "--top-nsigma"), "top_n_sigma", float),
+    (("--xtc-probability",), "xtc_probability", float),
+    (("--xtc-threshold",), "xtc_threshold", float),
+    (("--typical", "--typical-p"), "typical_p", float),
+    (("--repeat-last-n",), "repeat_last_n", int),
+    (("--repeat-penalty",), "repeat_penalty", float),
+    (("--presence-penalty",), "presence_penalty", float),
+    (("--frequency-penalty",), "frequency_penalty", float),
+    (("--dry-multiplier",), "dry_multiplier", float),
+    (("--dry-base",), "dry_base", float),
+    (("--dry-allowed-length",), "dry_allowed_length", int),
+    (("--dry-penalty-last-n",), "dry_penalty_last_n", int),
+    (("--dynatemp-range",), "dynatemp_range", float),
+    (("--dynatemp-exp",), "dynatemp_exponent", float),
+    (("--mirostat",), "mirostat", int),
+    (("--mirostat-lr",), "mirostat_eta", float),
+    (("--mirostat-ent",), "mirostat_tau", float),
+    (("--keep",), "n_keep", int),
+    (("--sse-ping-interval",), "sse_ping_interval", int),
+)
+
+# Flags with a value, then those without, whose purpose is llama-server's own machinery or its default here.
+_WITH_VALUE = [
+    "-ub",
+    "--ubatch-size",
+    "-fa",
+    "--flash-attn",
+    "-ngl",
+    "--gpu-layers",
+    "--n-gpu-layers",
+    "-tb",
+    "--threads-batch",
+    "--threads-http",
+    "--cache-ram",
+    "-cram",
+    "--grp-attn-n",
+    "--grp-attn-w",
+    "--pooling",
+    "-ctxcp",
+    "--ctx-checkpoints",
+    "--cache-reuse",
+    "--log-file",
+    "--log-verbosity",
+    "-lv",
+    "--slot-prompt-similarity",
+    "-sps",
+    "--poll",
+    "--prio",
+    "--numa",
+    "-fit",
+    "--fit",
+    "--defrag-thold",
+    "-dt",
+    "--rope-scaling",
+    "--device",
+    "-dev",
+    "--split-mode",
+    "-sm",
+    "--main-gpu",
+    "-mg",
+    "--tensor-split",
+    "-ts",
+    "--override-tensor",
+    "-ot",
+    "--models-max",
+    "--load-mode",
+]
+_WITHOUT_VALUE = [
+    "-cb",
+    "--cont-batching",
+    "-nocb",
+    "--no-cont-batching",
+    "--mlock",
+    "--mmap",
+    "--no-mmap",
+    "--swa-full",
+    "--no-warmup",
+    "--warmup",
+    "--offline",
+    "--log-disable",
+    "--log-timestamps",
+    "--log-prefix",
+    "--no-perf",
+    "--perf",
+    "--cache-prompt",
+    "--no-cache-idle-slots",
+    "--cache-idle-slots",
+    "--backend_sampling",
+    "--backend-sampling",
+    "-bs",
+    "--no-mmproj",
+    "--no-models-autoload",
+    "--no-host",
+    "--check-tensors",
+    "--direct-io",
+]
+
+
+def add_default_flags(group: argparse._ArgumentGroup) -> None:
+    for spellings, field, kind in _DEFAULTS:
+        group.add_argument(*spellings, dest=f"default_{field}", type=kind, metavar="X", help=f"default of {field}")
+    group.add_argument("--ignore-eos", action="store_true", help="go on after the end token")
+    group.add_argument("--samplers", metavar="NAMES", help="samplers in their order, with semicolons")
+    group.add_argument("-r", "--reverse-prompt", action="append", default=[], metavar="TEXT", help="stop at this text")
+
+
+def default_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """Request fields that the command line sets."""
+    fields = {field: getattr(args, f"default_{field}") for _, field, _ in _DEFAULTS}
+    chosen = {field: value for field, value in fields.items() if value is not None}
+    if chosen.get("seed", 0) < 0:
+        del chosen["seed"]
+    if args.ignore_eos:
+        chosen["ignore_eos"] = True
+    if args.reverse_prompt:
+        chosen["stop"] = tuple(args.reverse_prompt)
+    if args.samplers:
+        from bloomery.launcher.http.fields import read_samplers
+
+        chosen["samplers"] = read_samplers(args.samplers)
+    return chosen
+
+
+def add_accepted_flags(group: argparse._ArgumentGroup) -> None:
+    for flag in _WITH_VALUE:
+        group.add_argument(flag, dest="accepted_value", help=argparse.SUPPRESS)
+    for flag in _WITHOUT_VALUE:
+        group.add_argument(flag, dest="accepted", action="store_true", help=argparse.SUPPRESS)
