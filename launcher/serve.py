@@ -210,6 +210,7 @@ def daemon_of(args: argparse.Namespace) -> DaemonConfig:
         "cache_type": cache[args.cache_type],
         "executor": args.executor,
         "queue_limit": args.queue,
+        "slot_folder": str(Path(args.slot_save_path).resolve()) if args.slot_save_path else None,
         "alias": names(args.alias)[0] if names(args.alias) else None,
     }
     chosen = {name: value for name, value in given.items() if value is not None}

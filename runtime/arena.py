@@ -39,6 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.runtime.errors import BloomeryError, PlanError
+from bloomery.runtime.executor import StateSnapshot
 from bloomery.runtime.memory_limits import available_memory
 from bloomery.runtime.program import Buffer, CacheState, Program
 from bloomery.runtime.runtime_files import SHARED_MEMORY
@@ -221,6 +222,22 @@ class Arena:
             stride = self.layout.state_stride(name)
             slots = self.memory(f"state:{name}").reshape(self.layout.shape.slots, self.layout.shape.context * stride)
             slots[target, : positions * stride] = slots[source, : positions * stride]
+
+    def snapshot(self, slot: int, positions: int) -> StateSnapshot:
+        """A copy of the cached rows of positions 0..positions-1 of every state of a slot."""
+        return StateSnapshot(
+            positions, {name: self.state(name)[slot, :positions].copy() for name in self.layout.states}
+        )
+
+    def restore(self, slot: int, snapshot: StateSnapshot) -> None:
+        """Puts such a copy back. ValueError where names, widths or dtypes differ."""
+        states = {name: self.state(name)[slot, : snapshot.positions] for name in self.layout.states}
+        for name, rows in states.items():
+            stored = snapshot.rows.get(name)
+            if stored is None or stored.shape != rows.shape or stored.dtype != rows.dtype:
+                raise ValueError(f"the snapshot does not fit state {name}: expected {rows.dtype} {rows.shape}")
+        for name, rows in states.items():
+            rows[...] = snapshot.rows[name]
 
     def close(self) -> None:
         """Lets go of locks and mappings; a mapping that somebody still has a view of goes with the last view."""

@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from importlib.metadata import version
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -176,6 +177,7 @@ class Daemon:
         from bloomery.runtime.model_facts import model_facts
         from bloomery.runtime.model_file import ModelFile
         from bloomery.runtime.placement import make_plan, memory_room
+        from bloomery.runtime.slot_files import SlotFiles
         from bloomery.runtime.tokenizer import Tokenizer
 
         self._report("open", 0, 3)
@@ -214,7 +216,9 @@ class Daemon:
             "memory": {term.name: term.nbytes for term in plan.terms},
         }
         self._state.parts = {"engine": engine.status, "workers": executor.statistics}
-        self._service.serve(Served(engine, UtilityCalls(tokenizer, template), welcome))
+        files = SlotFiles(self._config.slot_folder, {"tokenizer": facts.tokenizer_digest, "plan": plan.digest})
+        calls = UtilityCalls(tokenizer, template, partial(engine.slot_call, files=files))
+        self._service.serve(Served(engine, calls, welcome))
         self._state.state = "ready"
 
     def _start_executor(self, program: Program, plan: Plan) -> StepExecutor:

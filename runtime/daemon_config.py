@@ -11,7 +11,8 @@ class DaemonConfig:
     """`context` is the number of positions of one slot (0: what the file was trained for, cut to what memory allows);
     `processes` is the number of CPU-expert processes (0: one for each core of the affinity mask and cgroup quota);
     `prompt_block` the greatest number of rows of a step; an empty endpoint means one in the runtime directory.
-    `executor` "reference" runs the NumPy reference inside the coordinator instead of worker processes."""
+    `executor` "reference" runs the NumPy reference inside the coordinator instead of worker processes.
+    Slots are saved to files in `slot_folder` ("": not at all)."""
 
     model: str
     plan: str = "auto"
@@ -26,3 +27,4 @@ class DaemonConfig:
     control: str = ""
     alias: str = ""
     exit_with_parent: bool = False
+    slot_folder: str = ""

@@ -11,7 +11,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,13 +21,15 @@ from bloomery.runtime.engine_counters import EngineCounters
 from bloomery.runtime.errors import BloomeryError, RequestError, StepAborted, WorkerLost
 from bloomery.runtime.executor import StepExecutor, StepResult, StepRows
 from bloomery.runtime.requests import Event, Failed, GenerationRequest
+from bloomery.runtime.sampling_checks import check_integer
 from bloomery.runtime.sampling_tools import SamplingTools
 from bloomery.runtime.scheduler import Scheduler
 from bloomery.runtime.sequence import Sequence, Sink, Why
-from bloomery.runtime.slots import SlotPool
+from bloomery.runtime.slots import Slot, SlotPool
 
 if TYPE_CHECKING:
     from bloomery.runtime.chat_template import ChatTemplate
+    from bloomery.runtime.slot_files import SlotFiles
     from bloomery.runtime.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -46,11 +49,12 @@ class Engine:
         self._pool = SlotPool(executor.slots, executor.copy_prefix)
         self._scheduler = Scheduler(executor.max_rows, executor.max_out_rows)
         self._counters = EngineCounters(executor.slots)
-        self._lock = threading.Lock()  # guards the next four; never held during a step, a copy or a sink's call
+        self._lock = threading.Lock()  # guards the next five; never held during a step, a copy or a sink's call
         self._preparing: dict[bytes, Why | None] = {}  # being tokenised; with the reason to end, if one came meanwhile
         self._queue: deque[Sequence] = deque()
         self._known: dict[bytes, Sequence] = {}  # queued and running
         self._step_of: tuple[Sequence, ...] = ()  # whom the running step is for, if it has prompt rows
+        self._errands: list[Errand] = []  # what to do with slots once they are idle
         self._running: list[Sequence] = []  # in order of admission; changed by the engine's thread alone
         self._wake = threading.Event()
         self._idle = threading.Event()
@@ -167,6 +171,37 @@ class Engine:
             "executor": self._executor.statistics(),
         }
 
+    def slot_call(self, action: str, index: int, name: str, files: SlotFiles) -> Future[dict[str, Any]]:
+        """save, restore or erase a slot once it is idle; `name` is that of a file. The future gets the number of
+        tokens, for files also bytes and seconds. Raises RequestError at once for what cannot be meant."""
+        check_integer("slot", index, 0, len(self._pool.slots) - 1)
+        path = files.path(name) if action != "erase" else None
+        slot, executor = self._pool.slots[index], self._executor
+
+        def work() -> dict[str, Any]:
+            if action == "erase":
+                slot.count, count = 0, slot.count
+                return {"tokens": count}
+            assert path is not None
+            if action == "save":
+                return files.save(path, slot.tokens[: slot.count], executor.snapshot(index, slot.count))
+            begun = time.perf_counter()
+            tokens, snapshot, size = files.load(path, executor.context)
+            slot.count = 0  # nothing is claimed while the rows are being overwritten
+            try:
+                executor.restore(index, snapshot)
+            except ValueError as error:
+                raise RequestError("invalid_request", f"{name} cannot be restored: {error}") from None
+            slot.tokens, slot.count = tokens, len(tokens)
+            return {"tokens": len(tokens), "bytes": size, "seconds": time.perf_counter() - begun}
+
+        errand = Errand(slot, work)
+        with self._lock:
+            self._check_open()
+            self._errands.append(errand)
+        self._wake.set()
+        return errand.result
+
     # The engine's thread.
 
     def run(self) -> None:
@@ -192,6 +227,8 @@ class Engine:
             for sequence in tuple(self._running):
                 if sequence.interrupted:
                     self._deliver(sequence, sequence.interrupt(sequence.interrupted))
+        if self._errands:
+            self._run_errands()
         if self._queue:
             self._admit()
         parts = self._scheduler.plan(self._running, bool(self._queue))
@@ -204,7 +241,8 @@ class Engine:
         if result is None:
             return True
         self._scheduler.observe(prompt_rows + streams, prompt_rows, streams, result.seconds)
-        self._counters.step(prompt_rows + streams, prompt_rows, result.seconds)
+        longest = max(sequence.length for sequence, _ in parts)
+        self._counters.step(prompt_rows + streams, prompt_rows, result.seconds, len(parts), longest)
         first = 0
         for (sequence, rows), outs in zip(parts, out_rows, strict=True):
             logits, greedy = result.logits[first : first + outs], result.greedy[first : first + outs]
@@ -234,8 +272,8 @@ class Engine:
             self._preparing[request_id] = None
             self._idle.clear()
         try:
-            context = self._executor.context
-            sequence = Sequence(request, sink, self._tokenizer, self._template, context, self._tools)
+            context, slots = self._executor.context, self._executor.slots
+            sequence = Sequence(request, sink, self._tokenizer, self._template, context, slots, self._tools)
         except BaseException:
             with self._lock:
                 del self._preparing[request_id]
@@ -258,15 +296,18 @@ class Engine:
             raise shutting_down()
 
     def _admit(self) -> None:
-        """First come, first served: fills idle slots from the queue."""
-        while self._pool.idle:
+        """First come, first served: fills idle slots from the queue. Who asks for a busy slot lets others pass."""
+        while True:
             with self._lock:
-                if not self._queue:
+                able = (sequence for sequence in self._queue if self._pool.can_take(sequence.request.slot))
+                sequence = next(able, None)
+                if sequence is None:
                     return
-                sequence = self._queue.popleft()
+                self._queue.remove(sequence)
                 self._running.append(sequence)
+            wanted = sequence.request.slot
             try:
-                slot, cached = self._pool.acquire(sequence.tokens, sequence.prompt_length, sequence.reuse)
+                slot, cached = self._pool.acquire(sequence.tokens, sequence.prompt_length, sequence.reuse, wanted)
             except WorkerLost as error:
                 self._recover(error)
             except Exception as error:
@@ -274,6 +315,15 @@ class Engine:
             else:
                 self._counters.cached_tokens += cached
                 self._deliver(sequence, [sequence.start(slot, cached)])
+
+    def _run_errands(self) -> None:
+        """Those whose slots are idle, in their order."""
+        with self._lock:
+            able = [errand for errand in self._errands if not errand.slot.busy]
+            for errand in able:
+                self._errands.remove(errand)
+        for errand in able:
+            errand.run()
 
     def _step(self, parts: list[tuple[Sequence, int]], out_rows: list[int], prompt: bool) -> StepResult | None:
         """Runs a step; None if it has no result. Nothing is recorded of such a step: its rows are computed again."""
@@ -353,8 +403,25 @@ class Engine:
     def _fail_queued(self, failure: RequestError) -> None:
         with self._lock:
             queued, self._queue = tuple(self._queue), deque()
+            errands, self._errands = self._errands, []
+        for errand in errands:
+            errand.result.set_exception(failure)
         for sequence in queued:
             self._deliver(sequence, sequence.interrupt(failure))
+
+
+class Errand:
+    """Something to do with a slot while no request uses it."""
+
+    def __init__(self, slot: Slot, work: Callable[[], dict[str, Any]]) -> None:
+        self.slot, self._work = slot, work
+        self.result: Future[dict[str, Any]] = Future()
+
+    def run(self) -> None:
+        try:
+            self.result.set_result(self._work())
+        except Exception as error:
+            self.result.set_exception(as_failure(error))
 
 
 def step_rows(parts: list[tuple[Sequence, int]], out_rows: list[int]) -> StepRows:

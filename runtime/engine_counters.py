@@ -26,14 +26,17 @@ class EngineCounters:
         self.steps = self.aborted_steps = self.recoveries = 0
         self.outcomes: Counter[str] = Counter()
         self.rows = [0] * (len(ROW_BUCKETS) + 1)
-        self.rows_total = 0
+        self.rows_total = self.sequences = self.longest = 0
         self._recent_tokens = self._recent_seconds = 0.0
         self._service_seconds = 0.0
 
-    def step(self, rows: int, prompt_rows: int, seconds: float) -> None:
-        """Counts a finished step. A step with prompt rows counts as prompt time, any other as generation time."""
+    def step(self, rows: int, prompt_rows: int, seconds: float, sequences: int, longest: int) -> None:
+        """Counts a finished step of `sequences` sequences, the longest of which has `longest` tokens. A step
+        with prompt rows counts as prompt time, any other as generation time."""
         self.steps += 1
         self.rows_total += rows
+        self.sequences += sequences
+        self.longest = max(self.longest, longest)
         bucket = (rows - 1).bit_length()
         self.rows[min(bucket, len(ROW_BUCKETS))] += 1
         if prompt_rows:
@@ -75,6 +78,8 @@ class EngineCounters:
             "aborted_steps": self.aborted_steps,
             "recoveries": self.recoveries,
             "rows": self.rows_total,
+            "sequences": self.sequences,
+            "longest": self.longest,
             "rows_per_step": dict(zip([*map(str, ROW_BUCKETS), "inf"], self.rows, strict=True)),
             "requests": dict(self.outcomes),
         }

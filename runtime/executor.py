@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,6 +34,18 @@ class StepResult:
     seconds: float
 
 
+@dataclass(frozen=True)
+class StateSnapshot:
+    """Everything that a sequence of `positions` positions needs to go on: for each state its live rows in order."""
+
+    positions: int
+    rows: Mapping[str, NDArray[Any]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(rows.nbytes for rows in self.rows.values())
+
+
 class StepExecutor(Protocol):
     """Runs steps one at a time. `step` is called from one thread; `abort` may be called from any."""
 
@@ -59,6 +72,12 @@ class StepExecutor(Protocol):
 
     def copy_prefix(self, source: int, target: int, positions: int) -> None:
         """Copies the cached rows of positions 0..positions-1 from one slot to another, bit for bit."""
+
+    def snapshot(self, slot: int, positions: int) -> StateSnapshot:
+        """A copy of what the slot's first `positions` positions leave behind. ValueError where that is not whole."""
+
+    def restore(self, slot: int, snapshot: StateSnapshot) -> None:
+        """The slot goes on at `snapshot.positions`, bit for bit as if it had computed them."""
 
     def recover(self) -> None:
         """After WorkerLost: replaces dead workers and returns when steps can run again. Cache contents up to the last

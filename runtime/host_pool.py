@@ -20,7 +20,7 @@ from bloomery.runtime import runtime_files
 from bloomery.runtime.arena import TICKS_PER_STAGE, Arena, ArenaLayout, ArenaShape, Lowered
 from bloomery.runtime.cpu_limits import affinity_mask, cpu_quota
 from bloomery.runtime.errors import ModelFileError, PlanError, StepAborted, WorkerLost
-from bloomery.runtime.executor import StepResult, StepRows
+from bloomery.runtime.executor import StateSnapshot, StepResult, StepRows
 from bloomery.runtime.futex import FutexWaiter
 from bloomery.runtime.program import Program
 from bloomery.runtime.step_record import ControlBlock, Status, StepRecord
@@ -174,6 +174,16 @@ class HostPool:
         if not (0 <= source < self.slots and 0 <= target < self.slots and 0 <= positions <= self.context):
             raise ValueError(f"cannot copy {positions} positions from slot {source} to {target}")
         self._arena.copy_prefix(source, target, positions)
+
+    def snapshot(self, slot: int, positions: int) -> StateSnapshot:
+        if not (0 <= slot < self.slots and 0 <= positions <= self.context):
+            raise ValueError(f"slot {slot} has no {positions} positions")
+        return self._arena.snapshot(slot, positions)
+
+    def restore(self, slot: int, snapshot: StateSnapshot) -> None:
+        if not (0 <= slot < self.slots and 0 <= snapshot.positions <= self.context):
+            raise ValueError(f"slot {slot} has no {snapshot.positions} positions")
+        self._arena.restore(slot, snapshot)
 
     def recover(self) -> None:
         with self._turn:

@@ -107,6 +107,10 @@ REQUEST_SCHEMA = Schema(
         Field("cache_prompt", flag(), True),
         Field("score_prompt", flag(), False),
         Field("logits", choice("none", "generated", "all"), "none"),
+        Field("slot", nullable(_COUNT), None),
+        Field("context_shift", flag(), False),
+        Field("keep", _COUNT, 0),
+        Field("discard", _COUNT, 0),
         Field("credit", integer(0, 2**31 - 1), DEFAULT_CREDIT),
     ),
 )
@@ -153,6 +157,7 @@ FINAL_SCHEMA = Schema(
         Field("queue_seconds", _SECONDS, 0.0),
         Field("prompt_seconds", _SECONDS, 0.0),
         Field("generate_seconds", _SECONDS, 0.0),
+        Field("shifted_tokens", _COUNT, 0),
     ),
 )
 ERROR_SCHEMA = Schema(
@@ -244,7 +249,10 @@ def event_message(event: Event, request_id: bytes) -> Message:
             kind, names = Kind.PROGRESS, PROGRESS_SCHEMA.fields
         case Final():
             kind, names = Kind.FINAL, FINAL_SCHEMA.fields
-    return Message(kind, request_id, {field.name: getattr(event, field.name) for field in names})
+    body = {field.name: getattr(event, field.name) for field in names}
+    if not body.get("shifted_tokens", True):
+        del body["shifted_tokens"]
+    return Message(kind, request_id, body)
 
 
 def error_message(request_id: bytes, error: RequestError) -> Message:

@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from bloomery.runtime.engram_hash import NO_TOKEN
 from bloomery.runtime.errors import StepAborted
-from bloomery.runtime.executor import StepResult, StepRows
+from bloomery.runtime.executor import StateSnapshot, StepResult, StepRows
 from bloomery.runtime.ops_deepseek4 import (
     EngramGate,
     EngramRows,
@@ -80,7 +80,7 @@ from bloomery.runtime.reference_ops import (
     routed_experts,
     swiglu,
 )
-from bloomery.runtime.reference_states import SlotStates, StateSnapshot
+from bloomery.runtime.reference_states import SlotStates
 
 CACHE_TYPES: dict[str, type[np.floating[Any]]] = {"f16": np.float16, "f32": np.float32, "f64": np.float64}
 MAX_LOGITS_BYTES = 64 << 20

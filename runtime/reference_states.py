@@ -7,26 +7,14 @@ Knows no ops.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from bloomery.runtime.executor import StateSnapshot
 from bloomery.runtime.slot_reach import SlotReach
 from bloomery.runtime.states import CacheState, pieces
-
-
-@dataclass(frozen=True)
-class StateSnapshot:
-    """Everything that a sequence of `positions` positions needs to go on: for each state its live rows in order."""
-
-    positions: int
-    rows: Mapping[str, NDArray[Any]]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(rows.nbytes for rows in self.rows.values())
 
 
 class SlotStates:

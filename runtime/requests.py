@@ -86,6 +86,9 @@ class GenerationRequest:
 
     `score_prompt` returns the log-probability of each prompt token after the first. `logits` "all" returns the raw
     float32 logits after every evaluated token, "generated" only those that tokens were chosen from.
+
+    `slot` asks for this slot: the request waits until it is idle. With `context_shift` a full slot forgets tokens and
+    goes on: of those behind the first `keep`, `discard` (0: half of them); what is left is computed again.
     """
 
     request_id: bytes
@@ -103,6 +106,10 @@ class GenerationRequest:
     cache_prompt: bool = True
     score_prompt: bool = False
     logits: Literal["none", "generated", "all"] = "none"
+    slot: int | None = None
+    context_shift: bool = False
+    keep: int = 0
+    discard: int = 0
 
     def __post_init__(self) -> None:
         assert len(self.request_id) == 16
@@ -152,7 +159,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Final:
-    """The end of a request. `stop` is the stop string or "" (end or stop token; the chunks' `tokens` include it)."""
+    """The end of a request. `stop` is the stop string or "" (end or stop token, which the chunks' `tokens` include);
+    `shifted_tokens` were forgotten on the way (`context_shift`)."""
 
     request_id: bytes
     reason: FinishReason
@@ -164,6 +172,7 @@ class Final:
     queue_seconds: float
     prompt_seconds: float
     generate_seconds: float
+    shifted_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -41,12 +41,13 @@ class Sequence:
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
         context: int,
+        slots: int,
         tools: SamplingTools,
     ) -> None:
         """Checks the request and tokenises its prompt. Raises RequestError."""
         self.request, self.sink = request, sink
         self.submitted = self.admitted = self.prompt_done = time.perf_counter()
-        check_request(request, tokenizer.vocabulary)
+        check_request(request, tokenizer.vocabulary, slots)
         prompt = prompt_tokens(request, tokenizer, template)
         self.prompt_length = len(prompt)
         if self.prompt_length > context:
@@ -58,11 +59,15 @@ class Sequence:
                 context=context,
             )
         room = context + 1 - self.prompt_length  # the last token needs no place in the cache
+        if request.context_shift:
+            room = max(context, request.max_tokens)
         self._limit = room if request.max_tokens < 0 else min(request.max_tokens, room)
         self._limit_reason: FinishReason = "length" if self._limit == request.max_tokens else "context"
         self.tokens = np.empty(self.prompt_length + self._limit, dtype=np.int32)
         self.tokens[: self.prompt_length] = prompt
         self.length = self.prompt_length
+        self.shifted = 0  # tokens forgotten: they are in neither `tokens` nor the slot any more
+        self._context = context
         self._ends = frozenset(request.stop_tokens)
         if not request.ignore_eos:
             self._ends |= tokenizer.end_tokens
@@ -83,7 +88,7 @@ class Sequence:
 
     @property
     def generated(self) -> int:
-        return self.length - self.prompt_length
+        return self.length + self.shifted - self.prompt_length
 
     @property
     def reuse(self) -> bool:
@@ -103,7 +108,7 @@ class Sequence:
     def prompt_left(self) -> int:
         """Prompt tokens that are not yet in the cache."""
         assert self.slot is not None
-        return max(0, self.prompt_length - self.slot.count)
+        return 0 if self.shifted else max(0, self.prompt_length - self.slot.count)
 
     def status(self) -> dict[str, int | str]:
         """What `Engine.status` says of it; `position` is the number of tokens known so far."""
@@ -132,7 +137,7 @@ class Sequence:
         assert self.slot is not None
         first, last = self.slot.count, self.slot.count + rows
         self.slot.count = last
-        if first < self.prompt_length:
+        if first < self.prompt_length and not self.shifted:
             now = time.perf_counter()
             yield Progress(self.request_id, last, self.prompt_length, self.cached, now - self.admitted)
             self.prompt_done = now
@@ -155,10 +160,11 @@ class Sequence:
     def _generate(
         self, logits: NDArray[np.float32], greedy: int, scores: tuple[float, ...], rows: NDArray[np.float32] | None
     ) -> Iterator[Event]:
-        token = self.sampler.choose(logits, greedy, self.tokens[: self.length])
+        history = self.tokens[: self.length]
+        token = self.sampler.choose(logits, greedy, history)
+        logprobs = (self.sampler.logprob(logits, token, history),) if self.request.sampling.logprobs else ()
         self.tokens[self.length] = token
         self.length += 1
-        logprobs = (self.sampler.logprob(logits, token),) if self.request.sampling.logprobs else ()
         reason: FinishReason | None = None
         if token in self._ends:
             text, reason = "", "stop"
@@ -174,6 +180,18 @@ class Sequence:
         if reason:
             self.ended = self.final(reason)
             yield self.ended
+        elif self.length > self._context:
+            self._shift()
+
+    def _shift(self) -> None:
+        """Forgets tokens of the middle; the slot keeps the first ones, those behind the gap are computed again."""
+        assert self.slot is not None
+        keep = min(self.request.keep, self._context - 4)
+        discard = min(self.request.discard or (self.length - keep) // 2, self.length - keep - 1)
+        self.tokens[keep : self.length - discard] = self.tokens[keep + discard : self.length].copy()
+        self.length -= discard
+        self.shifted += discard
+        self.slot.count = min(self.slot.count, keep)
 
     def _rest(self) -> str:
         """The text still held back: an incomplete character, the beginning of a stop string that did not come."""
@@ -205,10 +223,11 @@ class Sequence:
             queue_seconds=started - self.submitted,
             prompt_seconds=prompt_done - started,
             generate_seconds=now - prompt_done,
+            shifted_tokens=self.shifted,
         )
 
 
-def check_request(request: GenerationRequest, vocabulary: int) -> None:
+def check_request(request: GenerationRequest, vocabulary: int, slots: int) -> None:
     """Raises RequestError("invalid_request") that names the first field out of its range."""
     check_sampling(request.sampling, vocabulary)
     check_integer("max_tokens", request.max_tokens, -1, 2**31 - 1)
@@ -217,6 +236,10 @@ def check_request(request: GenerationRequest, vocabulary: int) -> None:
             raise invalid("stop", stop, "strings that are not empty")
     for token in check_list("stop_tokens", request.stop_tokens):
         check_integer("stop_tokens", token, 0, vocabulary - 1)
+    if request.slot is not None:
+        check_integer("slot", request.slot, 0, slots - 1)
+    if request.context_shift and (request.score_prompt or request.logits != "none"):
+        raise invalid("context_shift", True, "false together with score_prompt or logits")
     if request.logits not in ("none", "generated", "all"):
         raise invalid("logits", request.logits, '"none", "generated" or "all"')
 

@@ -11,9 +11,10 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from bloomery.runtime.errors import RequestError
 from bloomery.runtime.facts import Limits, Welcome
@@ -260,11 +261,24 @@ class Service:
     def _call(
         self, calls: UtilityCalls, client: bytes, request_id: bytes, method: str, arguments: dict[str, Any]
     ) -> None:
+        def respond(value: Callable[[], dict[str, Any]]) -> None:
+            try:
+                answer = Message(Kind.RESULT, request_id, {"value": value()})
+            except Exception as error:
+                answer = error_message(request_id, as_request_error(error))
+            self._router.post(partial(self._send, client, answer))
+
         try:
-            answer = Message(Kind.RESULT, request_id, {"value": calls.run(method, arguments)})
+            answer = calls.run(method, arguments)
         except Exception as error:
-            answer = error_message(request_id, as_request_error(error))
-        self._router.post(partial(self._send, client, answer))
+            failure = error
+            respond(lambda: _raise(failure))
+            return
+        if isinstance(answer, Future):
+            answer.add_done_callback(lambda future: respond(future.result))
+        else:
+            value = answer
+            respond(lambda: value)
 
     # ---- any thread of the engine ----
 
@@ -379,6 +393,10 @@ class Service:
 
 def _renamed(request: GenerationRequest, request_id: bytes) -> GenerationRequest:
     return replace(request, request_id=request_id)
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _aborted(request_id: bytes) -> Final:

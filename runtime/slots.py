@@ -46,25 +46,31 @@ class SlotPool:
     def idle(self) -> int:
         return sum(not slot.busy for slot in self.slots)
 
+    def can_take(self, wanted: int | None) -> bool:
+        """Whether a sequence that asks for slot `wanted` (None: any) can have one now."""
+        return self.idle > 0 if wanted is None else not self.slots[wanted].busy
+
     @property
     def held_tokens(self) -> int:
         return sum(slot.count for slot in self.slots)
 
-    def acquire(self, tokens: NDArray[np.int32], prompt_length: int, reuse: bool) -> tuple[Slot, int]:
+    def acquire(
+        self, tokens: NDArray[np.int32], prompt_length: int, reuse: bool, wanted: int | None = None
+    ) -> tuple[Slot, int]:
         """Takes a slot for a sequence whose buffer is `tokens` (int32; it begins with the prompt and becomes the slot's
-        record) and returns it with the number of prompt tokens already in its cache. At least one slot is idle.
+        record) and returns it with the number of prompt tokens already in its cache. `can_take(wanted)` holds.
 
         The last prompt token is never counted as cached: its row has to be computed for its logits.
         """
         idle = [slot for slot in self.slots if not slot.busy]
-        victim = min(idle, key=lambda slot: (slot.last_used, slot.index))
+        victim = min(idle, key=lambda slot: (slot.last_used, slot.index)) if wanted is None else self.slots[wanted]
         cached = 0
         if reuse:
             prompt = tokens[: prompt_length - 1]
             found = [(slot.match(prompt), not slot.busy, slot) for slot in self.slots]
             cached, _, source = max(found, key=lambda entry: entry[:2])  # the longest; of equals an idle one
             in_place = next((match for match, _, slot in found if slot is victim))
-            if not source.busy and not worth_keeping(source, cached):
+            if wanted is None and not source.busy and not worth_keeping(source, cached):
                 victim = source
             elif source is not victim and cached - in_place >= COPY_AT_LEAST:
                 victim.count = 0  # nothing is claimed while the rows are being overwritten

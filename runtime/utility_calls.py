@@ -9,10 +9,11 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from bloomery.runtime.errors import BloomeryError, RequestError
-from bloomery.runtime.field_types import Field, Schema, array, flag, mapping, text, token_array
+from bloomery.runtime.field_types import Field, Schema, array, choice, flag, integer, mapping, text, token_array
 
 if TYPE_CHECKING:
     from bloomery.runtime.chat_template import ChatTemplate
@@ -45,25 +46,40 @@ TEMPLATE_SCHEMA = Schema(
     ),
 )
 TEMPLATES_KEPT = 8
+SLOT_SCHEMA = Schema(
+    "slot",
+    (
+        Field("action", choice("save", "restore", "erase")),
+        Field("slot", integer(0, 2**31 - 1)),
+        Field("name", text(), ""),
+    ),
+)
+SlotCall = Callable[[str, int, str], "Future[dict[str, Any]]"]
+
+
+Answer = dict[str, Any] | Future[dict[str, Any]]
 
 
 class UtilityCalls:
     """The methods of the client socket by name. Runs in whatever thread calls it."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, slot_call: SlotCall | None = None) -> None:
+        """`slot_call(action, slot, name)` begins something that ends when the slot is idle."""
         self._tokenizer = tokenizer
+        self._slot_call = slot_call
         self._template = template
         self._others: dict[str, ChatTemplate] = {}  # the last few templates that calls have brought
-        self._methods: dict[str, tuple[Schema, Callable[..., dict[str, Any]]]] = {
+        self._methods: dict[str, tuple[Schema, Callable[..., Answer]]] = {
             "tokenize": (TOKENIZE_SCHEMA, self._tokenize),
             "detokenize": (DETOKENIZE_SCHEMA, self._detokenize),
             "pieces": (PIECES_SCHEMA, self._pieces),
+            "slot": (SLOT_SCHEMA, self._slot),
             "special_tokens": (SPECIAL_TOKENS_SCHEMA, self._special_tokens),
             "apply_template": (TEMPLATE_SCHEMA, self._apply_template),
         }
 
-    def run(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Value of a call. Raises RequestError: "not_found", "invalid_request", "unsupported"."""
+    def run(self, method: str, arguments: dict[str, Any]) -> Answer:
+        """Value of a call, or a future of it. Raises RequestError: "not_found", "invalid_request", "unsupported"."""
         if method not in self._methods:
             names = ", ".join(self._methods)
             raise RequestError(
@@ -82,6 +98,11 @@ class UtilityCalls:
     def _pieces(self, tokens: tuple[int, ...]) -> dict[str, Any]:
         self._check(tokens)
         return {"pieces": [self._tokenizer.piece(token) for token in tokens]}
+
+    def _slot(self, action: str, slot: int, name: str) -> Answer:
+        if self._slot_call is None:
+            raise RequestError("unsupported", "this daemon cannot save slots")
+        return self._slot_call(action, slot, name)
 
     def _special_tokens(self) -> dict[str, Any]:
         return {"tokens": dict(self._tokenizer.special)}

@@ -13,7 +13,7 @@ import pytest
 from deepseek_data import RecordingExecutor, executor_of, figures41, tiny4, tiny41
 from running import joined, rows_of
 
-from bloomery.runtime.reference_states import StateSnapshot
+from bloomery.runtime.executor import StateSnapshot
 from bloomery.runtime.slot_reach import SlotReach
 from bloomery.runtime.states import CacheState, GroupState, RingState, pieces
 

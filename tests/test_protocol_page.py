@@ -38,6 +38,8 @@ SCHEMAS: dict[str, Schema] = {
             utility_calls.TOKENIZE_SCHEMA,
             utility_calls.DETOKENIZE_SCHEMA,
             utility_calls.TEMPLATE_SCHEMA,
+            utility_calls.PIECES_SCHEMA,
+            utility_calls.SLOT_SCHEMA,
         )
     },
 }

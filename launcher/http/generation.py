@@ -6,6 +6,7 @@ Owns counting, timing, log-probabilities of tokens and the merging of several ge
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
@@ -67,7 +68,10 @@ class Answer:
     def truncated(self) -> bool:
         """Whether the context, not the request, set the end."""
         limit = self.job.values["n_predict"]
-        return self.stop_type == "limit" and self.final is not None and (limit < 0 or self.generated < limit)
+        if self.final is None:
+            return False
+        cut = self.stop_type == "limit" and (limit < 0 or self.generated < limit)
+        return cut or self.final.shifted_tokens > 0
 
     def timings(self) -> dict[str, Any]:
         """llama-server's timings; the rate leaves out the first token, which the prompt's last step gives."""
@@ -228,7 +232,8 @@ async def token_probabilities(
 
     def entry(token: int, value: float, piece: bytes) -> dict[str, Any]:
         text = piece.decode("utf-8", "ignore")
-        return {"id": token, "token": text, "bytes": list(piece), name: value if post else max(value, LEAST_LOGPROB)}
+        shown = math.exp(value) if post else max(value, LEAST_LOGPROB)
+        return {"id": token, "token": text, "bytes": list(piece), name: shown}
 
     ends = backend.facts.end_tokens
     return [

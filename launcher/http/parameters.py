@@ -56,9 +56,6 @@ class Job:
 async def read_values(backend: Backend, settings: ServerSettings, body: dict[str, Any]) -> dict[str, Any]:
     """The request's fields, checked. Raises RequestError."""
     values = read_fields(body, settings.defaults)
-    limit = settings.defaults.get("n_predict", -1)
-    if limit >= 0:
-        values["n_predict"] = limit if values["n_predict"] < 0 else min(values["n_predict"], limit)
     if settings.verbose:
         values["verbose"] = True
     if values["id_slot"] >= backend.facts.slots:
