@@ -231,10 +231,10 @@ def serve(args: argparse.Namespace) -> int:
 
         endpoint = started.endpoint if started else named(args.endpoint)
 
-        def listening(addresses: list[str]) -> None:
-            write_line(f"{PROGRAM}: listening on {', '.join(addresses)}", sys.stderr)
+        def say(text: str) -> None:
+            write_line(f"{PROGRAM}: {text}")
 
-        return run_server(settings, endpoint, timeout=args.timeout, prompt_block=args.batch_size, listening=listening)
+        return run_server(settings, endpoint, timeout=args.timeout, prompt_block=args.batch_size, say=say)
     finally:
         if started is not None:
             started.close()

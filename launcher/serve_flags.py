@@ -82,6 +82,8 @@ _WITH_VALUE = [
     "-ot",
     "--models-max",
     "--load-mode",
+    "--tools",
+    "--tools-runtime",
 ]
 _WITHOUT_VALUE = [
     "-cb",

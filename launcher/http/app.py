@@ -12,7 +12,7 @@ from importlib.resources import files
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -140,16 +140,16 @@ class _Envelope:
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(cors)
+                message["headers"] = [*message["headers"], *raw_headers(cors)]
             await send(message)
 
         if scope["method"] == "OPTIONS":
-            more = {
+            cors |= {
                 "Access-Control-Allow-Credentials": "true" if self._settings.cors_credentials else "false",
                 "Access-Control-Allow-Methods": self._settings.cors_methods,
                 "Access-Control-Allow-Headers": self._settings.cors_headers,
             }
-            await Response("", headers=more, media_type="text/html")(scope, receive, with_headers)
+            await Response("", media_type="text/html")(scope, receive, with_headers)
         elif not self._allowed(scope["path"], headers):
             error = RequestError("authentication", "Invalid API Key", "send it as Authorization: Bearer or x-api-key")
             response = error_response(error, anthropic=scope["path"].startswith("/v1/messages"))
@@ -173,6 +173,11 @@ class _Envelope:
         else:
             allowed = origins
         return {"Access-Control-Allow-Origin": allowed, "Vary": "Origin"} if allowed else {}
+
+
+def raw_headers(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
+    """Header lines whose names keep their capitals, for clients that compare them letter by letter."""
+    return [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
 
 
 def is_local(origin: str) -> bool:

@@ -185,6 +185,7 @@ def generation_request(job: Job, settings: ServerSettings, context: int) -> Gene
             **{name: value for name, value in given.items() if name in _SAMPLING_NAMES},
             "temperature": min(values["temperature"], 100.0),
             "seed": None if values["seed"] == RANDOM_SEED else values["seed"],
+            "dry_sequence_breakers": tuple(values["dry_sequence_breakers"]),
             "logit_bias": job.logit_bias,
             "logprobs": values["n_probs"],
         }

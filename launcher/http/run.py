@@ -53,9 +53,10 @@ def run_server(
     *,
     timeout: float,
     prompt_block: int | None,
-    listening: Callable[[list[str]], None],
+    say: Callable[[str], None],
 ) -> int:
-    """Serves until SIGTERM or SIGINT. Raises what kept the daemon from starting."""
+    """Serves until SIGTERM or SIGINT. `say` gets a line when it listens and one when the model is ready. Raises what
+    kept the daemon from starting."""
     sockets = listen(settings)
     backend = Backend(endpoint)
     server = Server(settings, backend)
@@ -71,22 +72,29 @@ def run_server(
         ws="none",
     )
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-    listening([_shown(sock) for sock in sockets])
+    say(f"listening on {', '.join(map(_shown, sockets))}")
+
+    def ready() -> None:
+        facts = backend.facts
+        say(f"{server.model_name} is ready: {facts.slots} slots of {facts.context} tokens")
+
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(uvicorn.Server(config), sockets, backend))
+        asyncio.run(_serve(uvicorn.Server(config), sockets, backend, ready))
     if backend.state == "failed" and backend.error is not None:
         raise backend.error
     return 0
 
 
-async def _serve(http: uvicorn.Server, sockets: list[socket.socket], backend: Backend) -> None:
+async def _serve(
+    http: uvicorn.Server, sockets: list[socket.socket], backend: Backend, ready: Callable[[], None]
+) -> None:
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
         http.force_exit, http.should_exit = http.should_exit, True
 
     http.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-    opening = asyncio.create_task(_open(backend, stop))
+    opening = asyncio.create_task(_open(backend, ready, stop))
     serving = asyncio.create_task(http._serve(sockets))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
@@ -97,11 +105,13 @@ async def _serve(http: uvicorn.Server, sockets: list[socket.socket], backend: Ba
     await backend.close()
 
 
-async def _open(backend: Backend, stop: Callable[[], None]) -> None:
+async def _open(backend: Backend, ready: Callable[[], None], stop: Callable[[], None]) -> None:
     """A daemon that cannot start ends the server."""
     await backend.open()
     if backend.state == "failed":
         stop()
+    else:
+        ready()
 
 
 def _shown(sock: socket.socket) -> str:

@@ -159,5 +159,6 @@ async def metrics(server: Server, request: Request) -> Response:
     if not server.settings.metrics_endpoint:
         raise unsupported("This server does not support metrics endpoint.", "start it with --metrics")
     text = metrics_text(await server.backend.control("metrics"), server.longest, server.rates)
-    headers = {"Process-Start-Time-Unix": str(int(server.started))}
-    return PlainTextResponse(text, headers=headers, media_type="text/plain; version=0.0.4")
+    response = PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+    response.raw_headers.append((b"Process-Start-Time-Unix", str(int(server.started)).encode()))
+    return response
