@@ -16,7 +16,7 @@ from typing import Any
 
 from bloomery.launcher import bench_report
 from bloomery.launcher.bench_engine import BenchEngine
-from bloomery.launcher.bench_peer import PACKAGES, LlamaPeer, PeerOptions, default_python
+from bloomery.launcher.bench_peer import PACKAGES, REPACKING, LlamaPeer, PeerOptions
 from bloomery.launcher.bench_rows import row_of, run_trial
 from bloomery.launcher.bench_trial import TokenSource, Trial, trials_of
 from bloomery.launcher.command_line import Parser, UsageError, add_model_options, positive, program_parser, run_program
@@ -84,8 +84,18 @@ def build_parser() -> Parser:
     peer.add_argument(
         "--peer-python", metavar="FILE", help="interpreter (3.11 or newer) in whose environment the wheel is installed"
     )
-    peer.add_argument("--peer-package", choices=PACKAGES, help="which wheel, if there are several (default auto)")
-    peer.add_argument("--repack", choices=("on", "off"), help="whether llama.cpp repacks weights (default on)")
+    peer.add_argument(
+        "--peer-package",
+        type=words(PACKAGES),
+        metavar="NAME,..",
+        help=f"which wheels, if there are several, the fastest counts: {', '.join(PACKAGES)} (auto: the first found)",
+    )
+    peer.add_argument(
+        "--repack",
+        type=words(REPACKING),
+        metavar="on,off",
+        help="whether llama.cpp repacks weights (default on); both: two peers, the faster counts",
+    )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("-o", "--output", choices=("table", *OUTPUTS), default="table", help="how to print the rows")
     output.add_argument("--json", action="store_const", const="json", dest="output", help="the same as -o json")
@@ -101,6 +111,18 @@ def numbers(text: str) -> list[int]:
     if min(found) < 0:
         raise argparse.ArgumentTypeError(f"{text!r} has a negative number")
     return found
+
+
+def words(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """A parser of lists such as on,off."""
+
+    def parse(text: str) -> list[str]:
+        found = list(dict.fromkeys(text.split(",")))
+        if unknown := [word for word in found if word not in known]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
+        return found
+
+    return parse
 
 
 def check(args: argparse.Namespace) -> None:
@@ -161,24 +183,30 @@ def thread_rows(
                 progress=progress,
             )
         )
-        peer = open_peer(args, path, threads, context, stack) if args.against else None
+        peers = [
+            stack.enter_context(
+                LlamaPeer(options, path, threads=threads, context=context, micro_batch=args.prompt_block)
+            )
+            for options in peer_options(args)
+        ]
         ceiling = stack.enter_context(ReadCeiling(threads, progress))
         source = TokenSource(engine.program.vocabulary, max(trial.depth for trial in trials))
         rows = []
         for trial in trials:
-            rounds = run_trial(trial, args.repeats, engine, peer, ceiling, source, progress)
+            rounds = run_trial(trial, args.repeats, engine, peers, ceiling, source, progress)
             row = row_of(trial, threads, rounds, engine.program, engine.block, args.cache_type) | facts
-            if peer is not None:
-                row |= {"against": peer.name, "against_system": peer.facts["system"]}
+            row["against_system"] = next((p.facts["system"] for p in peers if p.name == row["against"]), None)
             rows.append(row)
     return rows
 
 
-def open_peer(args: argparse.Namespace, path: str, threads: int, context: int, stack: ExitStack) -> LlamaPeer:
-    options = PeerOptions(args.peer_python or default_python(), args.peer_package or "auto", args.repack != "off")
-    return stack.enter_context(
-        LlamaPeer(options, path, threads=threads, context=context, micro_batch=args.prompt_block)
-    )
+def peer_options(args: argparse.Namespace) -> list[PeerOptions]:
+    """Every combination that was asked for; none without --against."""
+    if not args.against:
+        return []
+    python = args.peer_python or sys.executable
+    packages, repacking = args.peer_package or ["auto"], args.repack or ["on"]
+    return [PeerOptions(python, package, repack == "on") for package in packages for repack in repacking]
 
 
 def model_facts(model: ModelFile, args: argparse.Namespace) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
@@ -31,12 +32,14 @@ GREEDY = SamplingParameters(temperature=0.0)
 @dataclass(frozen=True)
 class EngineRun:
     """One timed trial. `seconds` is from handing in the request to its last event, `step_seconds` what the executor's
-    steps took of that; `tokens` were generated. `ticks` is each kind of op's part of the steps: (in kernels, waiting at
+    steps took of that, `cpu_seconds` what workers and
+    coordinator ran; `tokens` were generated. `ticks` is each kind of op's part of the steps: (in kernels, waiting at
     barriers), in ticks of all ranks together."""
 
     seconds: float
     steps: int
     step_seconds: float
+    cpu_seconds: float
     tokens: tuple[int, ...]
     ticks: dict[str, tuple[int, int]]
 
@@ -93,15 +96,17 @@ class BenchEngine:
         wanted = 1 if trial.kind == "pp" else trial.count
         before = self._kind_ticks()
         counted = self._pool.statistics()
+        cpu = self._cpu_seconds()
         begun = time.perf_counter()
         finished, tokens, cached = self._request(prefix + fresh, wanted)
+        cpu = self._cpu_seconds() - cpu
         after = self._pool.statistics()
         assert cached == len(prefix) and len(tokens) == wanted, f"{cached} tokens were cached, expected {len(prefix)}"
         ticks = {
             kind: (pair[0] - before[kind][0], pair[1] - before[kind][1]) for kind, pair in self._kind_ticks().items()
         }
         step_seconds = _total_seconds(after) - _total_seconds(counted)
-        return EngineRun(finished - begun, after["steps"] - counted["steps"], step_seconds, tokens, ticks)
+        return EngineRun(finished - begun, after["steps"] - counted["steps"], step_seconds, cpu, tokens, ticks)
 
     def _request(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[float, tuple[int, ...], int]:
         """When the last event came, the tokens generated, and how many of the prompt were cached."""
@@ -123,6 +128,11 @@ class BenchEngine:
             before = sums.get(kind, (0, 0))
             sums[kind] = (before[0] + kernel, before[1] + barrier)
         return sums
+
+    def _cpu_seconds(self) -> float:
+        """What this process and the workers have run on CPUs so far."""
+        stats = (Path(f"/proc/{pid}/schedstat").read_text() for pid in self._pool.statistics()["pids"])
+        return time.process_time() + sum(int(text.split()[0]) for text in stats) / 1e9
 
     def close(self) -> None:
         self._stack.close()

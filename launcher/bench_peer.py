@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +16,7 @@ from bloomery.launcher.bench_trial import Trial
 from bloomery.runtime.errors import BloomeryError
 
 PACKAGES = ("auto", "xllamacpp", "llama_cpp")
+REPACKING = ("on", "off")
 BATCH = 2048  # tokens a call, llama.cpp's default
 CLOSE_SECONDS = 5.0
 
@@ -29,6 +29,14 @@ class PeerOptions:
     python: str
     package: str
     repack: bool
+
+
+@dataclass(frozen=True)
+class PeerRun:
+    """One timed trial of the peer: seconds, and CPU seconds of all its threads."""
+
+    seconds: float
+    cpu_seconds: float
 
 
 class LlamaPeer:
@@ -64,10 +72,10 @@ class LlamaPeer:
         self._ask(call="run", keep=self._depth, tokens=prefix[self._depth :], batch=BATCH)
         self._depth = len(prefix)
 
-    def run(self, trial: Trial, tokens: tuple[int, ...]) -> float:
-        """Seconds for the tokens of a trial behind the prefix: at once, or one by one as in generating them."""
+    def run(self, trial: Trial, tokens: tuple[int, ...]) -> PeerRun:
+        """Times the tokens of a trial behind the prefix: at once, or one by one as in generating them."""
         batch = BATCH if trial.kind == "pp" else 1
-        return float(self._ask(call="run", keep=self._depth, tokens=tokens, batch=batch)["seconds"])
+        return PeerRun(**self._ask(call="run", keep=self._depth, tokens=tokens, batch=batch))
 
     def _ask(self, **call: Any) -> dict[str, Any]:
         stdin, stdout = self._process.stdin, self._process.stdout
@@ -103,7 +111,3 @@ class LlamaPeer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def default_python() -> str:
-    return sys.executable

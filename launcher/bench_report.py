@@ -14,6 +14,7 @@ from typing import Any, Final
 from bloomery.launcher.tables import new_console, new_table
 
 Row = dict[str, Any]
+QUIET: Final = 0.95  # a lower share of their CPUs that our workers had is worth a remark
 
 
 def _percent(value: float) -> str:
@@ -43,6 +44,8 @@ COLUMNS: Final[tuple[tuple[str, str, Callable[[Any], str]], ...]] = (
     ("peer spread", "against_spread", _spread),
     ("ratio", "ratio", "{:.2f}".format),
     ("ratio spread", "ratio_spread", _spread),
+    ("CPU ratio", "cpu_ratio", "{:.2f}".format),
+    ("its spread", "cpu_ratio_spread", _spread),
     ("bytes/step", "bytes_per_step", _gigabytes),
     ("read GB/s", "read_gbps", "{:.1f}".format),
     ("ceiling GB/s", "ceiling_gbps", "{:.1f}".format),
@@ -89,7 +92,7 @@ def _flat(row: Row) -> Iterator[tuple[str, Any]]:
 
 def as_markdown(rows: Sequence[Row]) -> str:
     """The conditions, a table of rows, and a table of kinds of op for each."""
-    lines = [*_conditions(rows[0]), "", *_markdown_table(*_table(rows))]
+    lines = [*_conditions(rows), "", *_markdown_table(*_table(rows))]
     for row in rows:
         lines += ["", f"{_title(row)}:", "", *_markdown_table(*_kind_table(row))]
     return "\n".join(lines)
@@ -102,7 +105,7 @@ def _markdown_table(headings: Sequence[str], body: Sequence[Sequence[str]]) -> I
 
 def print_tables(rows: Sequence[Row]) -> None:
     console = new_console()
-    for line in _conditions(rows[0]):
+    for line in _conditions(rows):
         console.print(line)
     pages = [("Rates", *_table(rows)), *((_title(row), *_kind_table(row)) for row in rows)]
     for title, headings, body in pages:
@@ -114,20 +117,29 @@ def print_tables(rows: Sequence[Row]) -> None:
         console.print(table)
 
 
-def _conditions(row: Row) -> list[str]:
+def _conditions(rows: Sequence[Row]) -> list[str]:
+    row = rows[0]
     lines = [
         f"{row['model']} ({row['architecture']}, {row['model_bytes'] / 1e9:.2f} GB), bloomery {row['version']}, prompt"
         f" block {row['prompt_block']}, cache {row['cache_type']}",
         f"{row['cpu']}; {row['repeats']} rounds; load {row['load_before']:.1f} before, {row['load_after']:.1f} after",
     ]
-    if row["against"]:
-        lines.append(f"peer: {row['against']} ({row['against_system'].strip(' |')})")
-    if row["least_cpu_share"] < 0.97:
+    for row in rows:
+        lines += [f"{_name(row)}: {_peer_line(peer)}" for peer in row["peers"]]
+    systems = {row["against_system"].strip(" |") for row in rows if row["against_system"]}
+    lines += [f"llama.cpp: {system}" for system in sorted(systems)]
+    share = min(row["quiet_share"] for row in rows)
+    if share < QUIET:
         lines.append(
-            f"Other programs were running: at worst the readers of the ceiling had their CPUs"
-            f" {100 * row['least_cpu_share']:.0f} % of the time. These figures are no benchmark."
+            f"Other programs were running: our workers had their CPUs {100 * share:.0f} % of the time at worst."
+            " Rates and ratios of this run are no benchmark."
         )
     return lines
+
+
+def _peer_line(peer: Row) -> str:
+    line = f"{peer['against']}: {_rate(peer['against_tokens_per_s'])} tok/s, ratio {peer['ratio']:.2f}"
+    return line + (f", by CPU time {peer['cpu_ratio']:.2f}" if "cpu_ratio" in peer else "")
 
 
 def _table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -143,8 +155,9 @@ def _kind_table(row: Row) -> tuple[list[str], list[list[str]]]:
     return ["kind of op", *(heading for heading, _, _ in KIND_COLUMNS)], body
 
 
+def _name(row: Row) -> str:
+    return f"{row['test']} at depth {row['depth']}, {row['threads']} {'thread' if row['threads'] == 1 else 'threads'}"
+
+
 def _title(row: Row) -> str:
-    return (
-        f"{row['test']} at depth {row['depth']}, {row['threads']} threads: {row['steps']} steps,"
-        f" coordinator {row['coordinator_us']:.0f} us a step"
-    )
+    return f"{_name(row)}: {row['steps']} steps, coordinator {row['coordinator_us']:.0f} us a step"

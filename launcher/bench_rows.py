@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from bloomery.launcher.bench_engine import BenchEngine, EngineRun
-from bloomery.launcher.bench_peer import LlamaPeer
+from bloomery.launcher.bench_peer import LlamaPeer, PeerRun
 from bloomery.launcher.bench_trial import TokenSource, Trial, paired_ratios, summary
 from bloomery.runtime.bandwidth_probe import ReadCeiling, ReadRate
 from bloomery.runtime.program import Program
@@ -21,15 +21,27 @@ from bloomery.runtime.worker_group import Progress
 
 GIGA: Final = 1e9
 PAUSE_SECONDS: Final = 0.02  # between sides: until the other's workers have stopped spinning
+PEER_FIGURES: Final = (
+    "against",
+    "against_tokens_per_s",
+    "against_spread",
+    "against_samples",
+    "ratio",
+    "ratio_spread",
+    "against_cpu_tokens_per_s",
+    "cpu_ratio",
+    "cpu_ratio_spread",
+)
+"""Null without a peer; those of CPU time also with several threads."""
 CACHE_BYTES: Final = {"f16": 2, "f32": 4}
 
 
 @dataclass
 class Rounds:
-    """The measurements of one trial, one entry a round."""
+    """The measurements of one trial, one entry a round; the peers' by their names."""
 
     ours: list[EngineRun] = field(default_factory=list)
-    theirs: list[float] = field(default_factory=list)
+    theirs: dict[str, list[PeerRun]] = field(default_factory=dict)
     ceilings: list[ReadRate] = field(default_factory=list)
 
 
@@ -37,32 +49,33 @@ def run_trial(
     trial: Trial,
     repeats: int,
     engine: BenchEngine,
-    peer: LlamaPeer | None,
+    peers: Sequence[LlamaPeer],
     ceiling: ReadCeiling,
     source: TokenSource,
     progress: Progress,
 ) -> Rounds:
-    """`repeats` rounds after one that only warms up. In each, ours runs first and the peer gets the same tokens: the
+    """`repeats` rounds after one that only warms up. In each, ours runs first and the peers get the same tokens: the
     prompt, or the tokens that ours has generated."""
     rounds = Rounds()
     prefix = source.prefix(trial.depth)
     engine.fill(prefix)
-    if peer is not None:
+    for peer in peers:
         peer.fill(prefix)
     for number in range(repeats + 1):
         fresh = source.fresh(trial.count if trial.kind == "pp" else 1)
         time.sleep(PAUSE_SECONDS)
         ours = engine.run(trial, prefix, fresh)
-        theirs = 0.0
-        if peer is not None:
+        theirs = {}
+        for peer in peers:
             time.sleep(PAUSE_SECONDS)
-            theirs = peer.run(trial, fresh if trial.kind == "pp" else fresh + ours.tokens[:-1])
+            theirs[peer.name] = peer.run(trial, fresh if trial.kind == "pp" else fresh + ours.tokens[:-1])
         time.sleep(PAUSE_SECONDS)
         rate = ceiling.measure()
         if number:
             rounds.ours.append(ours)
             rounds.ceilings.append(rate)
-            rounds.theirs += [theirs] if peer is not None else []
+            for name, run in theirs.items():
+                rounds.theirs.setdefault(name, []).append(run)
         progress(f"{trial.name} at depth {trial.depth}", number + 1, repeats + 1)
     return rounds
 
@@ -84,23 +97,15 @@ def row_of(trial: Trial, threads: int, rounds: Rounds, program: Program, block: 
         "tokens_per_s": rate.median,
         "spread": rate.spread,
         "samples": rates,
-        "against": None,
-        "against_tokens_per_s": None,
-        "against_spread": None,
-        "ratio": None,
-        "ratio_spread": None,
+        "cpu_tokens_per_s": statistics.median(_cpu_rates(trial, rounds.ours)) if threads == 1 else None,
+        **comparison(trial, threads, rounds),
     }
-    if rounds.theirs:
-        their_rates = [trial.count / seconds for seconds in rounds.theirs]
-        theirs, ratio = summary(their_rates), summary(list(paired_ratios(rates, their_rates)))
-        row |= {"against_tokens_per_s": theirs.median, "against_spread": theirs.spread}
-        row |= {"against_samples": their_rates, "ratio": ratio.median, "ratio_spread": ratio.spread}
     return row | {
         "read_gbps": nbytes / seconds / GIGA,
         "ceiling_gbps": ceiling / GIGA,
         "ceiling_share": nbytes / seconds / ceiling,
         "ceiling_median_gbps": statistics.median(rate.bytes_per_second for rate in rounds.ceilings) / GIGA,
-        "least_cpu_share": min(rate.cpu_share for rate in rounds.ceilings),
+        "quiet_share": min(1.0, statistics.median(run.cpu_seconds / run.seconds for run in rounds.ours) / threads),
         "steps": steps,
         "bytes_per_step": round(nbytes / steps),
         "dense_bytes": round(sum(kind.weights for name, kind in work.items() if name != EXPERTS) / steps),
@@ -111,6 +116,29 @@ def row_of(trial: Trial, threads: int, rounds: Rounds, program: Program, block: 
         "gops": sum(kind.operations for kind in work.values()) / seconds / GIGA,
         "kinds": kind_rows(rounds.ours, work, step_seconds, steps, ceiling),
     }
+
+
+def comparison(trial: Trial, threads: int, rounds: Rounds) -> dict[str, Any]:
+    """Figures of the fastest peer, and those of each. CPU time, which other programs disturb much less than time on the
+    wall, is compared for one thread only: more spend some of it on waiting for each other."""
+    rates = [trial.count / run.seconds for run in rounds.ours]
+    peers: list[dict[str, Any]] = []
+    for name, runs in rounds.theirs.items():
+        their_rates = [trial.count / run.seconds for run in runs]
+        theirs, ratio = summary(their_rates), summary(list(paired_ratios(rates, their_rates)))
+        peer = {"against": name, "against_tokens_per_s": theirs.median, "against_spread": theirs.spread}
+        peer |= {"against_samples": their_rates, "ratio": ratio.median, "ratio_spread": ratio.spread}
+        if threads == 1:
+            cpu = summary(list(paired_ratios(_cpu_rates(trial, rounds.ours), _cpu_rates(trial, runs))))
+            peer |= {"against_cpu_tokens_per_s": statistics.median(_cpu_rates(trial, runs))}
+            peer |= {"cpu_ratio": cpu.median, "cpu_ratio_spread": cpu.spread}
+        peers.append(peer)
+    best = max(peers, key=lambda peer: peer["against_tokens_per_s"], default={})
+    return dict.fromkeys(PEER_FIGURES) | best | {"peers": peers}
+
+
+def _cpu_rates(trial: Trial, runs: Sequence[EngineRun] | Sequence[PeerRun]) -> list[float]:
+    return [trial.count / run.cpu_seconds for run in runs]
 
 
 def kind_rows(

@@ -6,7 +6,7 @@ standard library, since bloomery need not be installed there. One JSON object a 
 * {"call": "open", "package", "model", "threads", "context", "batch", "micro_batch", "repack"} -> {"package", "version",
   "system"}
 * {"call": "run", "keep", "tokens", "batch"}: drops all positions from `keep` on, evaluates the tokens, so many a call,
-  each time up to the logits of the last -> {"seconds"}
+  each time up to the logits of the last -> {"seconds", "cpu_seconds"}
 
 An answer {"error", "hint"} is the end of the process.
 """
@@ -137,12 +137,12 @@ class Peer:
         system = self._library.llama_print_system_info().decode()
         return {"package": distribution, "version": importlib.metadata.version(distribution), "system": system}
 
-    def run(self, keep: int, tokens: list[int], batch: int) -> float:
+    def run(self, keep: int, tokens: list[int], batch: int) -> dict[str, float]:
         library, context = self._library, self._context
         if not library.llama_memory_seq_rm(self._memory, 0, keep, -1):
             raise PeerError(f"llama.cpp cannot take the cache back to {keep} tokens", "measure at depth 0")
         array = (ctypes.c_int32 * len(tokens))(*tokens)
-        begun = time.perf_counter()
+        begun, cpu = time.perf_counter(), time.process_time()
         for first in range(0, len(tokens), batch):
             count = min(batch, len(tokens) - first)
             status = library.llama_decode(
@@ -151,7 +151,7 @@ class Peer:
             library.llama_synchronize(context)
             if status:
                 raise PeerError(f"llama_decode returned {status}", "its messages are above")
-        return time.perf_counter() - begun
+        return {"seconds": time.perf_counter() - begun, "cpu_seconds": time.process_time() - cpu}
 
 
 def serve() -> None:
@@ -163,7 +163,7 @@ def serve() -> None:
             answer: dict[str, Any] = peer.facts()
         else:
             assert peer is not None
-            answer = {"seconds": peer.run(call["keep"], call["tokens"], call["batch"])}
+            answer = peer.run(call["keep"], call["tokens"], call["batch"])
         print(json.dumps(answer), flush=True)
 
 

@@ -25,6 +25,10 @@ from bloomery.runtime.topology import Topology, default_processes
 READ_SECONDS: Final = 0.25
 REPEATS: Final = 3  # the best counts: whatever else the machine does only takes away
 HEAD_START: Final = 0.02  # between telling the readers and their common start
+WINDOW_SECONDS: Final = 0.01  # short, so that among other programs some windows are undisturbed
+WINDOW_HEAD_START: Final = 0.005
+WINDOWS: Final = 16
+UNDISTURBED: Final = 0.97  # share of their CPUs that readers then had
 LEAST_BUFFER: Final = 64 << 20
 CACHE_MULTIPLE: Final = 4  # a buffer is this many times the last-level cache, so that hardly any of it stays there
 MEMORY_SHARE: Final = 0.25  # of what is available, for all buffers together
@@ -132,9 +136,13 @@ class ReadCeiling:
             self._stack.close()
             raise
 
-    def measure(self, seconds: float = READ_SECONDS) -> ReadRate:
-        """One measurement. The readers sleep before and afterwards."""
-        return ReadRate(len(self.cpus), self.cpus, *_once(self._readers, seconds))
+    def measure(self, windows: int = WINDOWS) -> ReadRate:
+        """One measurement: the median of those of many short windows in which the readers had their CPUs, or, where
+        there was none, the window with the greatest share of them. The readers sleep before and afterwards."""
+        found = [_once(self._readers, WINDOW_SECONDS, WINDOW_HEAD_START) for _ in range(windows)]
+        undisturbed = sorted(window for window in found if window[1] >= UNDISTURBED)
+        rate = undisturbed[len(undisturbed) // 2] if undisturbed else max(found, key=lambda window: window[1])
+        return ReadRate(len(self.cpus), self.cpus, *rate)
 
     def close(self) -> None:
         self._stack.close()
@@ -203,12 +211,12 @@ def _node_rates(readers: Sequence[Reader], topology: Topology, progress: Progres
 
 def _together(readers: Sequence[Reader]) -> tuple[float, float]:
     """Bytes a second of all these readers at once and their share of their CPUs; the best of a few times."""
-    return max(_once(readers, READ_SECONDS) for _ in range(REPEATS))
+    return max(_once(readers, READ_SECONDS, HEAD_START) for _ in range(REPEATS))
 
 
-def _once(readers: Sequence[Reader], seconds: float) -> tuple[float, float]:
-    """They start at the same instant."""
-    begin = time.monotonic() + HEAD_START
+def _once(readers: Sequence[Reader], seconds: float, head_start: float) -> tuple[float, float]:
+    """They start at the same instant, `head_start` seconds from now."""
+    begin = time.monotonic() + head_start
     for reader in readers:
         reader.ask(("read", begin, seconds))
     answers = [reader.answer(START_SECONDS) for reader in readers]

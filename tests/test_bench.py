@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 from conftest import left_behind, program
 
+from bloomery.launcher import bench_report
 from bloomery.launcher.bench import build_parser, check
-from bloomery.launcher.bench_peer import LlamaPeer, PeerOptions
-from bloomery.launcher.bench_rows import trial_steps, trial_work
+from bloomery.launcher.bench_engine import EngineRun
+from bloomery.launcher.bench_peer import LlamaPeer, PeerOptions, PeerRun
+from bloomery.launcher.bench_rows import Rounds, comparison, trial_steps, trial_work
 from bloomery.launcher.bench_trial import TokenSource, Trial, paired_ratios, summary, trials_of
 from bloomery.launcher.command_line import UsageError
 from bloomery.launcher.demo_model import demo_model_path
@@ -145,6 +147,28 @@ def test_work_of_a_trial_is_the_sum_of_its_steps() -> None:
     assert total == sum(steps, Work())
 
 
+def engine_run(seconds: float, cpu_seconds: float) -> EngineRun:
+    return EngineRun(seconds, 1, seconds, cpu_seconds, (), {})
+
+
+def test_the_fastest_peer_is_compared_with() -> None:
+    rounds = Rounds(
+        ours=[engine_run(1.0, 0.5), engine_run(2.0, 0.5), engine_run(4.0, 0.5)],
+        theirs={
+            "slow": [PeerRun(9.0, 9.0)] * 3,
+            "fast": [PeerRun(2.0, 1.0), PeerRun(2.0, 1.5), PeerRun(2.0, 2.0)],
+        },
+    )
+    found = comparison(Trial("tg", 10, 0), 1, rounds)
+    assert (found["against"], found["against_tokens_per_s"], found["against_spread"]) == ("fast", 5.0, 0.0)
+    assert found["ratio"] == 1.0  # 2, 1 and 0.5
+    assert found["ratio_spread"] == pytest.approx(0.75)
+    assert (found["cpu_ratio"], found["against_cpu_tokens_per_s"]) == (3.0, pytest.approx(10 / 1.5))
+    assert [peer["against"] for peer in found["peers"]] == ["slow", "fast"]
+    # waiting for each other is CPU time, too
+    assert comparison(Trial("tg", 10, 0), 2, rounds)["cpu_ratio"] is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -188,6 +212,7 @@ def test_rows_carry_what_was_measured(rows: list[dict[str, Any]]) -> None:
         assert len(row["samples"]) == 3
         assert row["tokens_per_s"] == sorted(row["samples"])[1]
         assert row["read_gbps"] > 0 and row["ceiling_gbps"] > 0
+        assert row["cpu_tokens_per_s"] > 0 and 0 < row["quiet_share"] <= 1
 
 
 def test_figures_of_a_row_fit_together(rows: list[dict[str, Any]]) -> None:
@@ -213,23 +238,24 @@ def test_a_deep_generation_reads_the_cache_of_its_depth(rows: list[dict[str, Any
     assert deep["cache_bytes"] / shallow["cache_bytes"] == pytest.approx((6 * 40 + 21) / 21, rel=1e-3)
 
 
-@pytest.mark.parametrize("output", ["csv", "md", "table"])
-def test_other_outputs_have_a_line_for_every_row(output: str) -> None:
-    result = bench("-p", "8", "-n", "2", "-r", "1", "-t", "1", "-o", output)
-    assert result.returncode == 0, result.stderr
-    if output == "csv":
-        lines = list(csv.DictReader(result.stdout.splitlines()))
-        assert [line["test"] for line in lines] == ["pp8", "tg2"]
-        assert all(float(line["experts_seconds"]) > 0 and line["ratio"] == "" for line in lines)
-    else:
-        starts = ("| pp8 | 0 | 1 |", "| tg2 | 0 | 1 |") if output == "md" else (" pp8 ", " tg2 ")
-        for start in starts:
-            assert sum(line.startswith(start) for line in result.stdout.splitlines()) == 1, result.stdout
+def test_other_outputs_have_a_line_for_every_row(
+    rows: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = list(csv.DictReader(bench_report.as_csv(rows).splitlines()))
+    assert [line["test"] for line in lines] == ["pp24", "tg6", "pp24", "tg6"]
+    for line, row in zip(lines, rows, strict=True):
+        assert float(line["tokens_per_s"]) == row["tokens_per_s"] and line["ratio"] == ""
+        assert float(line["experts_seconds"]) == row["kinds"]["experts"]["seconds"]
+    bench_report.print_tables(rows)
+    for text, start in ((bench_report.as_markdown(rows), "| {} | {} | 1 |"), (capsys.readouterr().out, " {} {} ")):
+        for row in rows:
+            wanted = start.format(row["test"], row["depth"]).split()
+            assert sum(line.split()[: len(wanted)] == wanted for line in text.splitlines()) == 1, text
 
 
 def test_the_ceiling_can_be_measured_again_and_again() -> None:
     with ReadCeiling(1) as ceiling:
-        rates = [ceiling.measure(0.05) for _ in range(3)]
+        rates = [ceiling.measure(4) for _ in range(3)]
     for rate in rates:
         assert rate.processes == 1 and 0 < rate.cpu_share <= 1
         assert 1e8 < rate.bytes_per_second < 1e12
@@ -243,7 +269,9 @@ def llama_cpp() -> None:
 
 @pytest.mark.usefixtures("llama_cpp")
 def test_a_comparison_alternates_and_prints_its_ratio() -> None:
-    result = bench("-p", "8", "-n", "2", "-d", "4", "-r", "3", "-t", "1", "--json", "--against", "llama.cpp")
+    result = bench(
+        "-p", "8", "-n", "2", "-d", "4", "-r", "3", "-t", "1", "--json", "--against", "llama.cpp", "--repack", "on,off"
+    )
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     for row in found:
@@ -252,6 +280,9 @@ def test_a_comparison_alternates_and_prints_its_ratio() -> None:
         ratios = sorted(a / b for a, b in zip(row["samples"], row["against_samples"], strict=True))
         assert row["ratio"] == pytest.approx(ratios[1])
         assert "llama" in row["against"] and row["against_system"]
+        assert sorted(peer["against"].rpartition(" ")[2] for peer in row["peers"]) == ["off", "on"]
+        assert row["against_tokens_per_s"] == max(peer["against_tokens_per_s"] for peer in row["peers"])
+        assert row["cpu_ratio"] > 0 and row["against_cpu_tokens_per_s"] > 0
 
 
 @pytest.mark.usefixtures("llama_cpp")
@@ -262,8 +293,8 @@ def test_llama_cpp_keeps_the_prefix_and_forgets_the_rest() -> None:
         for depth in (0, 20, 60):
             peer.fill(source.prefix(depth))
             for _ in range(4):  # without forgetting, the context of 256 would be full soon
-                assert peer.run(Trial("pp", 60, depth), source.fresh(60)) > 0
-                assert peer.run(Trial("tg", 60, depth), source.fresh(60)) > 0
+                assert peer.run(Trial("pp", 60, depth), source.fresh(60)).seconds > 0
+                assert peer.run(Trial("tg", 60, depth), source.fresh(60)).seconds > 0
         with pytest.raises(BloomeryError, match="llama_decode"):
             peer.run(Trial("pp", 250, 60), source.fresh(250))
 
