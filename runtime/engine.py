@@ -46,7 +46,7 @@ class Engine:
         self._executor, self._tokenizer, self._template = executor, tokenizer, template
         self._tools = SamplingTools(tokenizer)
         self._queue_limit = queue_limit
-        self._pool = SlotPool(executor.slots, executor.copy_prefix)
+        self._pool = SlotPool(executor.slots, executor.copy_prefix, executor.continuable)
         self._scheduler = Scheduler(executor.max_rows, executor.max_out_rows)
         self._counters = EngineCounters(executor.slots)
         self._lock = threading.Lock()  # guards the next five; never held during a step, a copy or a sink's call

@@ -70,8 +70,13 @@ class StepExecutor(Protocol):
     def abort(self) -> None:
         """Ends the running step at the next op boundary. Without a running step it does nothing."""
 
+    def continuable(self, slot: int) -> range:
+        """The positions at which a step of this slot may begin, besides 0 (a new sequence): those that its last steps
+        left whole. All, unless states are rings (`slot_reach`)."""
+
     def copy_prefix(self, source: int, target: int, positions: int) -> None:
-        """Copies the cached rows of positions 0..positions-1 from one slot to another, bit for bit."""
+        """Copies the cached rows of positions 0..positions-1 from one slot to another, bit for bit. `positions` is 0 or
+        one at which the source can go on; the target can then go on there."""
 
     def snapshot(self, slot: int, positions: int) -> StateSnapshot:
         """A copy of what the slot's first `positions` positions leave behind. ValueError where that is not whole."""

@@ -170,6 +170,9 @@ class HostPool:
         if running:
             self._control.abort(running)
 
+    def continuable(self, slot: int) -> range:
+        return range(self.context + 1)  # no kernels for states with rings yet
+
     def copy_prefix(self, source: int, target: int, positions: int) -> None:
         if not (0 <= source < self.slots and 0 <= target < self.slots and 0 <= positions <= self.context):
             raise ValueError(f"cannot copy {positions} positions from slot {source} to {target}")

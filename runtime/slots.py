@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 CopyPrefix = Callable[[int, int, int], None]
+Continuable = Callable[[int], range]
 
 # A copy is an errand to every worker: fewer tokens than this are computed again instead.
 COPY_AT_LEAST = 16
@@ -35,11 +36,15 @@ class Slot:
 
 
 class SlotPool:
-    """Hands out at most one slot a sequence and remembers what idle slots hold."""
+    """Hands out at most one slot a sequence and remembers what idle slots hold.
 
-    def __init__(self, slots: int, copy_prefix: CopyPrefix) -> None:
+    `continuable(slot)` are the positions at which a slot's caches can go on, besides 0 (StepExecutor): of a match, only
+    what ends at one of them can be used.
+    """
+
+    def __init__(self, slots: int, copy_prefix: CopyPrefix, continuable: Continuable) -> None:
         self.slots = tuple(Slot(index) for index in range(slots))
-        self._copy_prefix = copy_prefix
+        self._copy_prefix, self._continuable = copy_prefix, continuable
         self._clock = 0
 
     @property
@@ -67,7 +72,7 @@ class SlotPool:
         cached = 0
         if reuse:
             prompt = tokens[: prompt_length - 1]
-            found = [(slot.match(prompt), not slot.busy, slot) for slot in self.slots]
+            found = [(self._usable(slot, prompt), not slot.busy, slot) for slot in self.slots]
             cached, _, source = max(found, key=lambda entry: entry[:2])  # the longest; of equals an idle one
             in_place = next((match for match, _, slot in found if slot is victim))
             if wanted is None and not source.busy and not worth_keeping(source, cached):
@@ -80,6 +85,12 @@ class SlotPool:
         victim.busy = True
         victim.tokens, victim.count = tokens, cached
         return victim, cached
+
+    def _usable(self, slot: Slot, prompt: NDArray[np.int32]) -> int:
+        """The greatest number of common tokens after which the slot can go on; 0 if there is none."""
+        allowed = self._continuable(slot.index)
+        match = min(slot.match(prompt), allowed.stop - 1)
+        return match if match >= allowed.start else 0
 
     def release(self, slot: Slot) -> None:
         """Gives a slot back. What it holds stays usable for later prompts."""

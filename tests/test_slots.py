@@ -2,7 +2,7 @@
 
 Planted once and seen to fail: the last prompt token counted as cached; a busy slot handed out; a match behind a slot's
 count; more claimed than the victim holds; rows claimed while a copy overwrites them; the most recently used slot given
-up; releases not timed; always, or never, a match used in place.
+up; releases not timed; always, or never, a match used in place; of a ring, the whole match counted, or too much of it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from running import rows_of
 
+from bloomery.runtime.slot_reach import SlotReach
 from bloomery.runtime.slots import COPY_AT_LEAST, Slot, SlotPool, worth_keeping
+from bloomery.runtime.states import CacheState, RingState
 
-SLOTS, CONTEXT = 4, 120
+SLOTS, CONTEXT, SPARE = 4, 120, 24
 
 
 def common_prefix(left: list[int], right: list[int]) -> int:
@@ -26,11 +29,11 @@ def common_prefix(left: list[int], right: list[int]) -> int:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """`rows[slot]` are the tokens in the slot's cache rows, moved only by evaluations and copies."""
+    """`rows[slot]` are the tokens in the slot's cache rows, moved only by evaluations and copies. `reach` refuses steps
+    and copies at positions that a ring has lost."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = SlotPool(SLOTS, self.copy)
         self.rows: list[list[int]] = [[] for _ in range(SLOTS)]
         self.running: list[Slot] = []
         self.released: list[int] = []  # slot indices, least recently used first
@@ -39,12 +42,27 @@ class PoolMachine(RuleBasedStateMachine):
     def copy(self, source: int, target: int, positions: int) -> None:
         assert positions <= len(self.rows[source])
         assert all(slot.index != target for slot in self.running), "a busy slot's rows are overwritten"
+        self.reach.require(source, positions)
         self.copies.append((source, target, positions))
         self.rows[target] = self.rows[source][:positions]
+        self.reach.restored(target, positions)
 
-    @initialize()
-    def start(self) -> None:
+    @initialize(ring=st.booleans())
+    def start(self, ring: bool) -> None:
+        state = RingState("window", 1, 8) if ring else CacheState("keys", 1)
+        self.reach = SlotReach([state], slots=SLOTS, context=CONTEXT, spare=SPARE)
+        self.pool = SlotPool(SLOTS, self.copy, self.reach.continuable)
         self.released = list(range(SLOTS))
+
+    def usable(self, slot: int, match: int) -> int:
+        """Of the first `match` tokens, those after which the slot can go on, found by trying."""
+        for position in range(match, 0, -1):
+            try:
+                self.reach.require(slot, position)
+            except ValueError:
+                continue
+            return position
+        return 0
 
     @precondition(lambda self: len(self.running) < SLOTS)
     @rule(data=st.data(), reuse=st.sampled_from([True, True, True, False]))
@@ -53,7 +71,7 @@ class PoolMachine(RuleBasedStateMachine):
         cut = data.draw(st.integers(0, len(known)))
         prompt = [*known[:cut], *data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=20))][:CONTEXT]
         busy = {slot.index for slot in self.running}
-        matches = [common_prefix(rows, prompt[:-1]) for rows in self.rows]
+        matches = [self.usable(slot, common_prefix(rows, prompt[:-1])) for slot, rows in enumerate(self.rows)]
         before = [list(rows) for rows in self.rows]
         self.copies = []
         tokens = np.full(len(prompt) + 10, -1, dtype=np.int32)
@@ -88,8 +106,10 @@ class PoolMachine(RuleBasedStateMachine):
     def evaluate(self, which: int, new: list[int]) -> None:
         """Rows are computed: first what is left of the prompt, then whatever comes."""
         slot = self.running[which % len(self.running)]
-        room = len(slot.tokens) - slot.count
-        for token in new[:room]:
+        new = new[: min(len(slot.tokens) - slot.count, SPARE + 1)]
+        if new:
+            self.reach.begin(rows_of(new, slot=slot.index, start=slot.count))
+        for token in new:
             if slot.tokens[slot.count] < 0:
                 slot.tokens[slot.count] = token
             self.rows[slot.index].append(int(slot.tokens[slot.count]))
@@ -120,6 +140,10 @@ def filled(index: int, tokens: list[int]) -> Slot:
     return slot
 
 
+def anywhere(slot: int) -> range:
+    return range(10_000)
+
+
 def test_match_is_the_longest_common_prefix() -> None:
     slot = filled(0, [1, 2, 3, 4])
     for prompt, length in [([], 0), ([2], 0), ([1, 2, 9], 2), ([1, 2, 3, 4, 5], 4), ([1, 2], 2)]:
@@ -130,7 +154,7 @@ def test_match_is_the_longest_common_prefix() -> None:
 
 def test_turns_of_one_conversation_stay_in_their_slot() -> None:
     """Each turn resends the last answer less its last token, differently by a few: no copy, no second slot."""
-    pool = SlotPool(3, lambda *_: (_ for _ in ()).throw(AssertionError("copied")))
+    pool = SlotPool(3, lambda *_: (_ for _ in ()).throw(AssertionError("copied")), anywhere)
     history, previous = list(range(50)), 1
     for turn in range(5):
         tokens = np.array([*history, *range(1000 * turn, 1000 * turn + 40)], dtype=np.int32)
@@ -144,7 +168,7 @@ def test_turns_of_one_conversation_stay_in_their_slot() -> None:
 
 def test_a_shared_instruction_is_copied_and_both_conversations_stay() -> None:
     copies: list[tuple[int, int, int]] = []
-    pool = SlotPool(2, lambda *copy: copies.append(copy))
+    pool = SlotPool(2, lambda *copy: copies.append(copy), anywhere)
     instruction = list(range(200))
     first = np.array([*instruction, *range(500, 700)], dtype=np.int32)
     slot, _ = pool.acquire(first, len(first), True)
@@ -154,6 +178,15 @@ def test_a_shared_instruction_is_copied_and_both_conversations_stay() -> None:
     other, cached = pool.acquire(second, len(second), True)
     assert (slot.index, other.index, cached, copies) == (0, 1, 200, [(0, 1, 200)])
     assert slot.count == 400
+
+
+@pytest.mark.parametrize(("allowed", "cached"), [(range(80, 101), 90), (range(91, 101), 0), (range(40, 61), 60)])
+def test_only_where_a_slot_can_go_on(allowed: range, cached: int) -> None:
+    """The prompt shares 90 tokens with the slot."""
+    pool = SlotPool(1, lambda *_: None, lambda _: allowed)
+    pool.slots[0].tokens, pool.slots[0].count = np.arange(100, dtype=np.int32), 100
+    tokens = np.array([*range(90), *range(500, 520)], dtype=np.int32)
+    assert pool.acquire(tokens, len(tokens), True) == (pool.slots[0], cached)
 
 
 def test_worth_keeping() -> None:
@@ -166,7 +199,7 @@ def test_a_failed_copy_leaves_the_slot_idle_and_empty() -> None:
     def fail(*_: int) -> None:
         raise RuntimeError("lost")
 
-    pool = SlotPool(2, fail)
+    pool = SlotPool(2, fail, anywhere)
     source, victim = pool.slots
     for slot, first in ((victim, 500), (source, 0)):
         slot.tokens, slot.count, slot.last_used = np.arange(first, first + 100, dtype=np.int32), 100, 1

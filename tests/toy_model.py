@@ -210,6 +210,9 @@ class ToyExecutor:
         if self.stepping:
             self.abort_wanted = True
 
+    def continuable(self, slot: int) -> range:
+        return range(self.context + 1)
+
     def copy_prefix(self, source: int, target: int, positions: int) -> None:
         assert source != target and 0 < positions <= self.context
         self.copies.append((source, target, positions))
