@@ -33,7 +33,7 @@ TOKENIZE_SCHEMA = Schema(
         Field("pieces", flag(), False),
     ),
 )
-PIECES_SCHEMA = Schema("pieces", (Field("tokens", token_array()),))
+PIECES_SCHEMA = Schema("pieces", (Field("tokens", token_array()), Field("special", flag(), True)))
 SPECIAL_TOKENS_SCHEMA = Schema("special_tokens", ())
 DETOKENIZE_SCHEMA = Schema("detokenize", (Field("tokens", token_array()), Field("special", flag(), False)))
 TEMPLATE_SCHEMA = Schema(
@@ -95,9 +95,9 @@ class UtilityCalls:
             value["pieces"] = [self._tokenizer.piece(token) for token in tokens]
         return value
 
-    def _pieces(self, tokens: tuple[int, ...]) -> dict[str, Any]:
+    def _pieces(self, tokens: tuple[int, ...], special: bool) -> dict[str, Any]:
         self._check(tokens)
-        return {"pieces": [self._tokenizer.piece(token) for token in tokens]}
+        return {"pieces": [self._tokenizer.piece(token, special=special) for token in tokens]}
 
     def _slot(self, action: str, slot: int, name: str) -> Answer:
         if self._slot_call is None:

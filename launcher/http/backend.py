@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
+from weakref import WeakSet
 
 from bloomery.launcher.http.errors import as_request_error
 from bloomery.runtime.async_client import AsyncClient, AsyncGeneration
@@ -33,7 +34,8 @@ class Backend:
         self._endpoint = endpoint
         self._client: AsyncClient | None = None
         self._control: ControlClient | None = None
-        self._pieces: dict[int, bytes] = {}
+        self._pieces: dict[bool, dict[int, bytes]] = {True: {}, False: {}}
+        self._running: WeakSet[AsyncGeneration] = WeakSet()
 
     async def open(self) -> None:
         """Connects when the daemon is there. Never raises: `state` and `error` say how it went."""
@@ -69,7 +71,14 @@ class Backend:
         return self.client.facts
 
     def generate(self, request: GenerationRequest) -> AsyncGeneration:
-        return self.client.generate(request, credit=CREDIT)
+        events = self.client.generate(request, credit=CREDIT)
+        self._running.add(events)
+        return events
+
+    def abort_all(self) -> None:
+        """Running generations end early, each with its final event."""
+        for events in tuple(self._running):
+            events.abort()
 
     async def call(self, method: str, **arguments: Any) -> dict[str, Any]:
         return dict(await self.client.call(method, **arguments))
@@ -83,17 +92,17 @@ class Backend:
     async def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         return await self.client.tokenize(text, add_special=add_special, parse_special=parse_special)
 
-    async def pieces(self, tokens: Iterable[int]) -> dict[int, bytes]:
-        """The bytes of tokens, control tokens written out. Each token is asked for once."""
-        wanted = set(tokens)
-        missing = sorted(wanted - self._pieces.keys())
+    async def pieces(self, tokens: Iterable[int], *, special: bool = True) -> dict[int, bytes]:
+        """The bytes of tokens, those of control tokens only if `special`. Each token is asked for once."""
+        wanted, kept = set(tokens), self._pieces[special]
+        missing = sorted(wanted - kept.keys())
         if missing:
-            if len(self._pieces) > KEPT_PIECES:
-                self._pieces.clear()
+            if len(kept) > KEPT_PIECES:
+                kept.clear()
                 missing = sorted(wanted)
-            found = (await self.call("pieces", tokens=missing))["pieces"]
-            self._pieces.update(zip(missing, found, strict=True))
-        return {token: self._pieces[token] for token in wanted}
+            found = (await self.call("pieces", tokens=missing, special=special))["pieces"]
+            kept.update(zip(missing, found, strict=True))
+        return {token: kept[token] for token in wanted}
 
     async def shown(self, tokens: Sequence[int]) -> str:
         """Text of tokens, control tokens written out."""

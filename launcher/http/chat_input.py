@@ -17,8 +17,10 @@ from bloomery.launcher.http.errors import invalid, unsupported
 from bloomery.launcher.http.fields import flag, shown, string
 from bloomery.launcher.http.settings import ServerSettings
 from bloomery.runtime.chat_template import CHATML
+from bloomery.runtime.errors import RequestError
 
 MAX_MESSAGES = 1 << 16
+MEDIA = {"image_url": "image", "input_audio": "audio", "input_video": "video"}
 REASONING_FORMATS = ("none", "auto", "deepseek", "deepseek-legacy")
 
 
@@ -38,8 +40,8 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
     """The messages of a request. Raises RequestError that names the message at fault."""
     if messages is None:
         raise invalid("'messages' is required", field="messages")
-    if not isinstance(messages, list) or not messages:
-        raise invalid(f"'messages' must be an array that is not empty, found {shown(messages)}", field="messages")
+    if not isinstance(messages, list):
+        raise invalid(f"'messages' must be an array, found {shown(messages)}", field="messages")
     if len(messages) > MAX_MESSAGES:
         raise invalid(f"{len(messages)} messages, at most {MAX_MESSAGES} are allowed", field="messages")
     return [_check_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
@@ -63,8 +65,9 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
             if not isinstance(part, dict):
                 raise invalid(f"{where}.content holds {shown(part)}, expected objects", field=f"{where}.content")
             kind = part.get("type")
-            if kind in ("image_url", "input_audio", "input_video"):
-                raise invalid(f"{where}.content holds a part of type {kind}: this model reads text only")
+            if kind in MEDIA:
+                # 500 as in llama-server, whose clients look for it
+                raise RequestError("internal", f"{MEDIA[kind]} input is not supported by this model")
             if kind != "text" or not isinstance(part.get("text"), str):
                 raise invalid(f"{where}.content holds an unsupported part: {shown(part)}", field=f"{where}.content")
     return message
@@ -162,7 +165,7 @@ async def read_conversation(backend: Backend, settings: ServerSettings, body: di
 def _continuation(settings: ServerSettings, body: dict[str, Any], messages: list[dict[str, Any]]) -> tuple[bool, bool]:
     """Whether the template adds the beginning of an answer, and whether the last message is continued instead."""
     add_prompt = flag(body, "add_generation_prompt", True)
-    last_is_ours = messages[-1]["role"] == "assistant"
+    last_is_ours = bool(messages) and messages[-1]["role"] == "assistant"
     continued = body.get("continue_final_message") not in (None, False)
     if continued and add_prompt:
         raise invalid("Cannot set both add_generation_prompt and continue_final_message to true.")

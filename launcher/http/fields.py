@@ -216,6 +216,13 @@ def settings_object(values: dict[str, Any], **more: Any) -> dict[str, Any]:
     }
 
 
+def is_number(value: Any) -> bool:
+    """An integer of at most 64 bits or a finite float."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return type(value) is int and abs(value) < 2**63
+
+
 def _read(field: Field, body: dict[str, Any], defaults: dict[str, Any]) -> Any:
     for name in (field.name, *field.aliases):
         value = body.get(name)
@@ -229,7 +236,7 @@ def _checked(field: Field, name: str, value: Any) -> Any:
         if not isinstance(value, bool):
             raise invalid(f"{name} must be true or false, found {shown(value)}", field=name)
         return value
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    number = is_number(value)
     if field.kind == "int" and isinstance(value, float):
         number = number and value == int(value)
     if not number:

@@ -225,8 +225,8 @@ async def token_probabilities(
     backend: Backend, answer: Answer, logprobs: Sequence[TokenLogprob]
 ) -> list[dict[str, Any]]:
     """llama-server's entries, one for each token: id, text, bytes, logprob and the most probable alternatives."""
-    wanted = {entry.token for entry in logprobs} | {token for entry in logprobs for token, _ in entry.top}
-    pieces = await backend.pieces(wanted)
+    chosen = await backend.pieces((entry.token for entry in logprobs), special=False)
+    pieces = await backend.pieces(token for entry in logprobs for token, _ in entry.top)
     post = answer.job.values["post_sampling_probs"]
     name, names = ("prob", "top_probs") if post else ("logprob", "top_logprobs")
 
@@ -235,10 +235,10 @@ async def token_probabilities(
         shown = math.exp(value) if post else max(value, LEAST_LOGPROB)
         return {"id": token, "token": text, "bytes": list(piece), name: shown}
 
-    ends = backend.facts.end_tokens
+    ends = backend.facts.end_tokens  # they add nothing to the text
     return [
         {
-            **entry(given.token, given.logprob, b"" if given.token in ends else pieces[given.token]),
+            **entry(given.token, given.logprob, b"" if given.token in ends else chosen[given.token]),
             names: [entry(token, value, pieces[token]) for token, value in given.top],
         }
         for given in logprobs

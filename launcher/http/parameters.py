@@ -11,7 +11,15 @@ from typing import Any
 
 from bloomery.launcher.http.backend import Backend
 from bloomery.launcher.http.errors import invalid, unsupported
-from bloomery.launcher.http.fields import DEFAULTS, RANDOM_SEED, SAMPLERS, read_fields, settings_object, shown
+from bloomery.launcher.http.fields import (
+    DEFAULTS,
+    RANDOM_SEED,
+    SAMPLERS,
+    is_number,
+    read_fields,
+    settings_object,
+    shown,
+)
 from bloomery.launcher.http.settings import ServerSettings
 from bloomery.runtime.completion import new_request_id
 from bloomery.runtime.errors import RequestError
@@ -99,7 +107,7 @@ async def read_biases(backend: Backend, body: dict[str, Any]) -> tuple[tuple[int
 def _bias(value: Any) -> float:
     if value is False:
         return -math.inf
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value) or abs(value) > 1e6:
+    if not is_number(value) or abs(value) > 1e6:
         raise invalid(f"logit_bias has the bias {shown(value)}: expected a number or false", field="logit_bias")
     return float(value)
 

@@ -23,6 +23,8 @@ from bloomery.runtime.errors import BloomeryError
 
 BACKLOG = 1024
 DEFAULT_BLOCK = 512
+END_SECONDS = 2.0
+"""How long answers that are cut may take to send their last words."""
 
 
 def listen(settings: ServerSettings) -> list[socket.socket]:
@@ -67,7 +69,7 @@ def run_server(
         access_log=False,
         lifespan="off",
         timeout_keep_alive=max(1, round(timeout)),
-        timeout_graceful_shutdown=max(1, round(settings.stop_seconds)),
+        timeout_graceful_shutdown=max(1, round(settings.stop_seconds + END_SECONDS)),
         server_header=False,
         ws="none",
     )
@@ -79,19 +81,27 @@ def run_server(
         say(f"{server.model_name} is ready: {facts.slots} slots of {facts.context} tokens")
 
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(uvicorn.Server(config), sockets, backend, ready))
+        asyncio.run(_serve(uvicorn.Server(config), sockets, backend, ready, settings.stop_seconds))
     if backend.state == "failed" and backend.error is not None:
         raise backend.error
     return 0
 
 
 async def _serve(
-    http: uvicorn.Server, sockets: list[socket.socket], backend: Backend, ready: Callable[[], None]
+    http: uvicorn.Server,
+    sockets: list[socket.socket],
+    backend: Backend,
+    ready: Callable[[], None],
+    stop_seconds: float,
 ) -> None:
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
-        http.force_exit, http.should_exit = http.should_exit, True
+        if http.should_exit:
+            http.force_exit = True
+            backend.abort_all()
+        http.should_exit = True
+        loop.call_later(stop_seconds, backend.abort_all)
 
     http.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     opening = asyncio.create_task(_open(backend, ready, stop))

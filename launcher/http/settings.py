@@ -37,5 +37,5 @@ class ServerSettings:
     cors_headers: str = "*"
     cors_credentials: bool = True
     json_log: bool = False
-    stop_seconds: float = 5.0
+    stop_seconds: float = 2.0
     max_body: int = 32 << 20
