@@ -25,7 +25,7 @@ from bloomery.launcher.progress import ProgressDisplay
 from bloomery.runtime.bandwidth_probe import ReadCeiling
 from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.synthetic_file import synthetic_file
-from bloomery.runtime.synthetic_model import REFUSED, TEMPLATES
+from bloomery.runtime.synthetic_templates import TEMPLATES
 from bloomery.runtime.topology import default_processes
 from bloomery.runtime.type_mixes import MIXES
 
@@ -55,13 +55,22 @@ def build_parser() -> Parser:
     add_model_options(model)
     model.add_argument(
         "--synthetic",
-        choices=(*TEMPLATES, *REFUSED),
+        choices=tuple(TEMPLATES),
         metavar="NAME",
         help=f"a file with this model's layer shapes and random weights, made once: {', '.join(TEMPLATES)}",
     )
     model.add_argument("--layers", type=positive, metavar="N", help="layers of the synthetic file (default: few)")
     model.add_argument(
-        "--mix", choices=MIXES, metavar="MIX", help=f"its quant types (default Q4_K_M): {', '.join(MIXES)}"
+        "--experts",
+        type=positive,
+        metavar="N",
+        help="experts a layer (default: as the model); fewer make a smaller file, a generated token costs the same",
+    )
+    model.add_argument(
+        "--mix",
+        choices=MIXES,
+        metavar="MIX",
+        help=f"its quant types (default Q4_K_M; deepseek41 Q3_K_M): {', '.join(MIXES)}",
     )
     trial = parser.add_argument_group("trials (lists: 0,4096)")
     trial.add_argument(
@@ -128,7 +137,7 @@ def words(known: Sequence[str]) -> Callable[[str], list[str]]:
 def check(args: argparse.Namespace) -> None:
     """Options that would do nothing, or cannot be meant."""
     if args.synthetic is None:
-        for name in ("layers", "mix"):
+        for name in ("layers", "experts", "mix"):
             if getattr(args, name) is not None:
                 raise UsageError(f"--{name} shapes a synthetic file", "name one with --synthetic, or leave it out")
     elif args.model is not None or args.demo is not None:
@@ -145,6 +154,8 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError(f"-t {max(args.threads)}: this process may use {most} cores", f"ask for at most {most}")
     template = TEMPLATES.get(args.synthetic or "")
     layers = template and (args.layers or template.default_layers)
+    if args.against and template and template.peer_layers == ():
+        raise UsageError(f"llama.cpp does not know {args.synthetic}", "measure it without --against")
     if args.against and template and template.peer_layers and layers not in template.peer_layers:
         allowed = " or ".join(map(str, template.peer_layers))
         raise UsageError(f"llama.cpp takes {args.synthetic} only with {allowed} layers", f"--layers {allowed[-2:]}")
@@ -238,7 +249,9 @@ def run(args: argparse.Namespace) -> int:
         if args.synthetic is None:
             path = chosen_model(args)
         else:
-            path = str(synthetic_file(args.synthetic, args.layers or 0, args.mix or "Q4_K_M", progress=progress))
+            path = str(
+                synthetic_file(args.synthetic, args.layers or 0, args.mix or "", args.experts or 0, progress=progress)
+            )
         if not trials_of(args.prompt, args.gen, args.depth):
             print(path)
             return 0

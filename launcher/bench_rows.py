@@ -133,7 +133,8 @@ def comparison(trial: Trial, threads: int, rounds: Rounds) -> dict[str, Any]:
             peer |= {"against_cpu_tokens_per_s": statistics.median(_cpu_rates(trial, runs))}
             peer |= {"cpu_ratio": cpu.median, "cpu_ratio_spread": cpu.spread}
         peers.append(peer)
-    best = max(peers, key=lambda peer: peer["against_tokens_per_s"], default={})
+    measure = "against_cpu_tokens_per_s" if threads == 1 else "against_tokens_per_s"
+    best = max(peers, key=lambda peer: peer[measure], default={})
     return dict.fromkeys(PEER_FIGURES) | best | {"peers": peers}
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from bloomery.runtime.model_file import Tensor
+from bloomery.runtime.ops_deepseek4 import IndexRows, SoftplusRouter, TableRows, WindowAttention
 from bloomery.runtime.program import (
     Argmax,
     Attention,
@@ -38,7 +39,11 @@ ATTENTION: Final[Kind] = "attention"
 _KINDS: Final[Mapping[type[Op], Kind]] = {
     RoutedExperts: EXPERTS,
     Attention: ATTENTION,
+    WindowAttention: ATTENTION,
+    IndexRows: "index",
+    TableRows: "tables",
     Router: "router",
+    SoftplusRouter: "router",
     EmbedRows: "embedding",
     RmsNorm: "norms",
     Rope: "rope",
@@ -87,15 +92,19 @@ def step_work(program: Program, rows: int, position: int, cache_bytes: int) -> d
     found: dict[Kind, Work] = {}
     for op in program.ops:
         kind = op_kind(program, op)
-        view, _ = next(op_views(op))
-        of_op = rows if program.buffers[view.buffer].rows == "step" else 1
+        view = next((view for view, _ in op_views(op)), None)  # an op without views treats every row
+        of_op = rows if view is None or program.buffers[view.buffer].rows == "step" else 1
         found[kind] = found.get(kind, Work()) + _op_work(program, op, of_op, position, cache_bytes)
     return {kind: work for kind, work in found.items() if work != Work()}
 
 
 def _op_work(program: Program, op: Op, rows: int, position: int, cache_bytes: int) -> Work:
     tensors = [program.weights[name] for name in op_weights(op)]
-    nbytes, elements = sum(tensor.nbytes for tensor in tensors), sum(map(_elements, tensors))
+    nbytes, elements = float(sum(tensor.nbytes for tensor in tensors)), sum(map(_elements, tensors))
+    if isinstance(op, TableRows):
+        return Work(rows * op.ids.elements * tensors[0].quant_type.row_bytes(tensors[0].shape[0]))
+    if isinstance(op, SoftplusRouter) and op.table is not None:
+        nbytes -= program.weights[op.table].nbytes * (1 - 1 / program.vocabulary)
     if isinstance(op, EmbedRows):
         return Work(rows * tensors[0].quant_type.row_bytes(tensors[0].shape[0]))
     if isinstance(op, RoutedExperts):
@@ -108,9 +117,25 @@ def _op_work(program: Program, op: Op, rows: int, position: int, cache_bytes: in
         pairs = rows * (position + 1) - rows * (rows - 1) // 2  # of a row and a position that it sees
         operations = 2.0 * pairs * op.q.count * (op.key_width + op.value_width)
         return Work(0.0, (position + 1) * width * cache_bytes, operations)
+    if isinstance(op, WindowAttention):
+        return Work(nbytes) + _window_work(program, op, rows, position, cache_bytes)
+    if isinstance(op, IndexRows):
+        visible = (position + 1) // op.ratio
+        operations = 2.0 * rows * visible * op.q.elements  # of the last row; earlier ones see a few less
+        return Work(0.0, visible * program.states[op.keys].width * cache_bytes, operations)
     if isinstance(op, MatMul | HeadMatMul):
         return Work(nbytes, 0.0, 2.0 * rows * elements)
     return Work(nbytes)
+
+
+def _window_work(program: Program, op: WindowAttention, rows: int, position: int, cache_bytes: int) -> Work:
+    """Every row as the last one: the window, and the group rows that were chosen or, without a choice, all."""
+    seen = min(position + 1, op.span)
+    if op.groups is not None:
+        visible = (position + 1) // op.ratio
+        seen += min(visible, op.chosen.elements) if op.chosen else visible
+    width = program.states[op.window].width
+    return Work(0.0, seen * width * cache_bytes, 4.0 * rows * seen * op.q.elements)
 
 
 def _elements(tensor: Tensor) -> int:

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 
 from bloomery.runtime.errors import BloomeryError
 from bloomery.runtime.quant_types import Bytes
 from bloomery.runtime.synthetic_blocks import random_blocks, random_values
-from bloomery.runtime.synthetic_model import Draft, DraftTensor, synthetic_draft
+from bloomery.runtime.synthetic_model import Draft, DraftTensor
+from bloomery.runtime.synthetic_templates import synthetic_draft
 
 WRITER_VERSION: Final = 1  # of the way in which bytes are drawn: a new one makes new files
 SPARE_BYTES: Final = 1 << 30  # of the disk, which stay free
@@ -38,17 +39,18 @@ def bench_folder() -> Path:
 
 def synthetic_file(
     name: str,
-    layers: int,
-    mix: str,
+    layers: int = 0,
+    mix: str = "",
+    experts: int = 0,
     *,
     folder: Path | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> Path:
-    """The benchmark file of a model by name, made if it is not in the folder yet. Raises BloomeryError for a model or
-    mix that is not known, and if the disk has no room."""
-    draft = synthetic_draft(name, layers, mix)
+    """The benchmark file of a model by name (see `synthetic_draft`), made if it is not in the folder yet. Raises
+    BloomeryError for what cannot be made, and if the disk has no room."""
+    draft = synthetic_draft(name, layers, mix, experts)
     folder = folder or bench_folder()
-    path = folder / f"{name}-{draft.layers}-layers-{mix}-{digest(draft)}.gguf"
+    path = folder / f"{name}-{draft.layers}-layers-{draft.mix}-{digest(draft)}.gguf"
     if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         check_room(folder, draft.nbytes)
@@ -120,6 +122,7 @@ def _add_keys(writer: GGUFWriter, draft: Draft) -> None:
         float: writer.add_float32,
         str: writer.add_string,
         list: writer.add_array,
+        tuple: lambda key, value: writer.add_key_value(key, value, GGUFValueType.ARRAY, sub_type=GGUFValueType.UINT64),
     }
     for key, value in draft.keys.items():
         adders[type(value)](key, value)

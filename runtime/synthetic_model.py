@@ -1,17 +1,15 @@
 """Models of true layer shapes and random weights, as drafts: metadata keys and a table of tensors, no bytes yet.
 
-Owns the shapes of the models that can be asked for by name. `synthetic_file.py` turns a draft into a model file; what
-it answers is noise, but every product has the size, the quant type and the sparsity of the real thing. Routers are
+Owns what a draft is and the shapes of models of ordinary layers. `synthetic_file.py` turns a draft into a model file;
+what it answers is noise, but every product has the size, the quant type and the sparsity of the real thing. Routers are
 random, so every expert is as likely as any other: the hardest case for caches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-from bloomery.runtime.errors import BloomeryError
 from bloomery.runtime.quant_types import QuantType
 from bloomery.runtime.type_mixes import mixed_type
 
@@ -45,12 +43,14 @@ class DraftTensor:
 
 @dataclass
 class Draft:
-    """A model file to be. Keys: int is stored as uint32, float as float32, a list of int as int32."""
+    """A model file to be. Keys: int is stored as uint32, float as float32, a list of int as int32, a tuple of int as
+    uint64. `router`: quant type of the routers."""
 
     architecture: str
     mix: str
     layers: int
     tied: bool = False
+    router: str = "F32"
     keys: dict[str, Any] = field(default_factory=dict)
     tensors: list[DraftTensor] = field(default_factory=list)
     _prefix: str = ""
@@ -70,12 +70,16 @@ class Draft:
 
     def matrix(self, stem: str, *shape: int, deviation: float | None = None) -> None:
         """A weight of the mix's type; values of deviation row^-1/2, so that products keep the size of their input."""
-        kind = mixed_type(self.mix, stem, self._layer, self.layers, tied=self.tied, row=shape[0])
+        kind = mixed_type(self.mix, stem, self._layer, self.layers, tied=self.tied, row=shape[0], router=self.router)
         name = f"{self._prefix}{stem}.weight"
         self.tensors.append(DraftTensor(name, kind, shape, 0.0, shape[0] ** -0.5 if deviation is None else deviation))
 
+    def vector(self, name: str, width: int, mean: float, deviation: float) -> None:
+        """F32; `name` with its suffix, .weight or .bias."""
+        self.tensors.append(DraftTensor(self._prefix + name, QuantType.named("F32"), (width,), mean, deviation))
+
     def norm(self, stem: str, width: int) -> None:
-        self.tensors.append(DraftTensor(f"{self._prefix}{stem}.weight", QuantType.named("F32"), (width,), 1.0, 0.05))
+        self.vector(f"{stem}.weight", width, 1.0, 0.05)
 
     @property
     def nbytes(self) -> int:
@@ -118,7 +122,7 @@ LLAMA_1B: Final = Shapes(
 
 
 def qwen3moe_draft(s: Shapes, mix: str) -> Draft:
-    d = _begin("qwen3moe", s, mix, "qwen2")
+    d = begin_draft("qwen3moe", s, mix, "qwen2")
     d.hyper(
         attention__head_count_kv=s.kv_heads,
         attention__key_length=s.head_width,
@@ -133,12 +137,12 @@ def qwen3moe_draft(s: Shapes, mix: str) -> Draft:
             d.norm(stem, s.head_width)
         d.norm("ffn_norm", s.width)
         _experts(d, s)
-    return _end(d, s)
+    return end_draft(d, s)
 
 
 def deepseek2_draft(s: Shapes, mix: str) -> Draft:
     """V2-Lite's form: queries are projected at once, attn_k_b and attn_v_b stand apart, the first layer is dense."""
-    d = _begin("deepseek2", s, mix, "deepseek-llm")
+    d = begin_draft("deepseek2", s, mix, "deepseek-llm")
     d.hyper(
         attention__head_count_kv=1,
         attention__kv_lora_rank=s.latent,
@@ -170,16 +174,16 @@ def deepseek2_draft(s: Shapes, mix: str) -> Draft:
         d.matrix("attn_output", s.heads * s.head_width, s.width)
         d.norm("ffn_norm", s.width)
         if layer == 0:
-            _feed_forward(d, s.width, s.hidden)
+            feed_forward_tensors(d, s.width, s.hidden)
         else:
             _experts(d, s)
-            _feed_forward(d, s.width, s.shared * s.expert_hidden, "_shexp")
-    return _end(d, s)
+            feed_forward_tensors(d, s.width, s.shared * s.expert_hidden, "_shexp")
+    return end_draft(d, s)
 
 
 def llama_draft(s: Shapes, mix: str) -> Draft:
     """The embedding is the output, too (tied), as in the 1B model."""
-    d = _begin("llama", s, mix, "llama-bpe", tied=True)
+    d = begin_draft("llama", s, mix, "llama-bpe", tied=True)
     d.hyper(
         attention__head_count_kv=s.kv_heads,
         attention__key_length=s.head_width,
@@ -191,45 +195,12 @@ def llama_draft(s: Shapes, mix: str) -> Draft:
         d.layer(layer)
         _grouped_attention(d, s)
         d.norm("ffn_norm", s.width)
-        _feed_forward(d, s.width, s.hidden)
-    return _end(d, s)
+        feed_forward_tensors(d, s.width, s.hidden)
+    return end_draft(d, s)
 
 
-@dataclass(frozen=True)
-class Template:
-    """A model by name. `default_layers` keeps files small where fewer layers say the same about speed; `peer_layers`:
-    the numbers of layers at which llama.cpp takes the file, empty for any."""
-
-    shapes: Shapes
-    draft: Callable[[Shapes, str], Draft]
-    default_layers: int
-    peer_layers: tuple[int, ...] = ()
-
-
-TEMPLATES: Final[Mapping[str, Template]] = {
-    "qwen3-30b-a3b": Template(QWEN3_30B_A3B, qwen3moe_draft, 5),
-    "deepseek-v2-lite": Template(DEEPSEEK_V2_LITE, deepseek2_draft, 27, (26, 27)),
-    "llama-1b": Template(LLAMA_1B, llama_draft, 16),
-}
-REFUSED: Final[Mapping[str, str]] = {
-    "deepseek41": "its ops have no host kernels yet and one layer of its experts alone has 5.8 GB, so nothing could be"
-    " measured",
-}
-
-
-def synthetic_draft(name: str, layers: int, mix: str) -> Draft:
-    """The draft of a model by name; `layers` 0 means the template's default. BloomeryError for what cannot be made."""
-    if name in REFUSED:
-        raise BloomeryError(f"no benchmark file of {name}: {REFUSED[name]}", f"choose one of {', '.join(TEMPLATES)}")
-    template = TEMPLATES.get(name)
-    if template is None:
-        raise BloomeryError(f"there is no benchmark file called {name}", f"choose one of {', '.join(TEMPLATES)}")
-    draft = template.draft(replace(template.shapes, layers=layers or template.default_layers), mix)
-    draft.keys["general.name"] = f"synthetic {name}, {draft.layers} layers, {mix}"
-    return draft
-
-
-def _begin(architecture: str, s: Shapes, mix: str, pre_tokenizer: str, *, tied: bool = False) -> Draft:
+def begin_draft(architecture: str, s: Shapes, mix: str, pre_tokenizer: str, *, tied: bool = False) -> Draft:
+    """Keys that all architectures have, the vocabulary, the embedding."""
     d = Draft(architecture, mix, s.layers, tied)
     d.keys["general.name"] = f"synthetic {architecture}"
     d.hyper(
@@ -248,7 +219,8 @@ def _begin(architecture: str, s: Shapes, mix: str, pre_tokenizer: str, *, tied: 
     return d
 
 
-def _end(d: Draft, s: Shapes) -> Draft:
+def end_draft(d: Draft, s: Shapes) -> Draft:
+    """Adds the last norm and, unless the embedding serves as such, the output."""
     d.no_layer()
     d.norm("output_norm", s.width)
     if not d.tied:
@@ -264,7 +236,7 @@ def _grouped_attention(d: Draft, s: Shapes) -> None:
     d.matrix("attn_output", s.heads * s.head_width, s.width)
 
 
-def _feed_forward(d: Draft, width: int, hidden: int, suffix: str = "") -> None:
+def feed_forward_tensors(d: Draft, width: int, hidden: int, suffix: str = "") -> None:
     d.matrix(f"ffn_gate{suffix}", width, hidden)
     d.matrix(f"ffn_up{suffix}", width, hidden)
     d.matrix(f"ffn_down{suffix}", hidden, width)

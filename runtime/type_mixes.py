@@ -28,13 +28,13 @@ _FALL_BACK: Final = {
 }
 
 
-def mixed_type(mix: str, stem: str, layer: int, layers: int, *, tied: bool, row: int) -> QuantType:
+def mixed_type(mix: str, stem: str, layer: int, layers: int, *, tied: bool, row: int, router: str = "F32") -> QuantType:
     """The type of the matrix `stem` (such as "attn_v", "ffn_down_exps", "output") with rows of `row` elements, in layer
-    `layer` of `layers`. `tied`: the embedding serves as the output, too. Routers always stay F32."""
+    `layer` of `layers`. `tied`: the embedding serves as the output, too. Routers have the type `router`."""
     if mix not in MIXES:
         raise BloomeryError(f"{mix} is no mix of quant types that is known here", f"choose one of {', '.join(MIXES)}")
     if role_of(stem + ".weight") == "router":
-        return QuantType.named("F32")
+        return QuantType.named(router)
     name = mix
     if mix in NAMED_MIXES:
         name = _named(mix, stem, layer, layers, head=stem == "output" or (tied and stem == "token_embd"))
