@@ -1,0 +1,279 @@
+"""The card executor: a StepExecutor that runs whole programs on one card, one captured graph a row count.
+
+Owns kernels' modules, graphs, the step record and the coordinator's side of a step. Memory is `card_memory`'s, what is
+launched `lowering`'s, the driver `driver`'s.
+
+A step of more than MAX_ROWS rows runs in groups of so many, in order; every kernel's result for a row depends on that
+row alone, so results do not depend on how rows are grouped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bloomery.gpu_worker.card_memory import CardMemory
+from bloomery.gpu_worker.compile_cache import cubin
+from bloomery.gpu_worker.driver import Card, CardError, Graph
+from bloomery.gpu_worker.launches import MAX_ROWS, KernelName, Launch
+from bloomery.gpu_worker.lowering import lower
+from bloomery.runtime.errors import StepAborted, WorkerLost
+from bloomery.runtime.executor import StepResult, StepRows
+from bloomery.runtime.program import Program
+
+LOGITS_BYTES: Final = 64 << 20
+_AHEAD: Final = 4
+"""Groups of a step that may be under way at once: an abort takes effect after so many."""
+
+
+class Kernels:
+    """Functions of the compiled kernel files, loaded when first asked for."""
+
+    def __init__(self, card: Card) -> None:
+        self._card = card
+        self._modules: dict[tuple[str, str], Any] = {}
+        self._functions: dict[KernelName, Any] = {}
+
+    def load(self, names: set[KernelName], progress: Callable[[str, int, int], None]) -> None:
+        """Compiles what is not in the cache and loads all of it."""
+        files = sorted({(name.file, name.quant_type) for name in names} - self._modules.keys())
+        for done, (file, kind) in enumerate(files):
+            progress("compile", done, len(files))
+            self._modules[file, kind] = self._card.cuda.module_from_file(str(cubin(file, kind, self._card.architecture)))
+        for name in names - self._functions.keys():
+            self._functions[name] = self._modules[name.file, name.quant_type].get_function(name.function)
+
+    def launch(self, launch: Launch) -> None:
+        """Puts a launch on the card's stream."""
+        function = self._functions[launch.kernel]
+        words = np.array(launch.words, np.int64).tobytes()
+        try:
+            function._launch_kernel(launch.grid, (launch.threads, 1, 1), words, launch.shared, self._card.stream)
+        except self._card.cuda.Error as error:
+            raise CardError(f"{self._card.name}: {error} (launching {launch.kernel} for op {launch.label})") from error
+
+
+@dataclass
+class _Prepared:
+    """What runs a group of a given number of rows and wanted rows: launches, and the graph of them once captured."""
+
+    launches: list[Launch]
+    graph: Graph | None = None
+
+
+class CardExecutor:
+    """A StepExecutor on one card. `step`, `copy_prefix` and `recover` belong to one thread at a time, `abort` and
+    `statistics` to any. With BLOOMERY_CARD_SYNC=1 every launch is waited for, so that a failure names its op."""
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        context: int,
+        slots: int = 1,
+        prompt_block: int = 512,
+        cache_type: Literal["f32", "f16"] = "f16",
+        card: int = 0,
+        graphs: bool = True,
+        progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    ) -> None:
+        """PlanError if there is no card, the program has an op or type without a kernel, or memory does not suffice."""
+        self.program = program
+        self._context, self._slots = context, slots
+        self._max_rows = max(prompt_block, slots)
+        self._max_out_rows = min(self._max_rows, max(slots, LOGITS_BYTES // (4 * program.vocabulary), 1))
+        self._sync = os.environ.get("BLOOMERY_CARD_SYNC", "") == "1"
+        self._graphs = graphs and not self._sync
+        self._prepared: dict[tuple[int, int], _Prepared] = {}
+        self._lock = threading.Lock()
+        self._running = self._aborted = self._closed = False
+        self._lost = ""
+        self._counts = {"steps": 0, "rows": 0, "aborted": 0}
+        self._seconds = 0.0
+        self.card = Card(card)
+        try:
+            with self.card.current("loading the model"):
+                self._start(slots, cache_type, progress)
+        except BaseException:
+            self.card.close()
+            raise
+
+    def _start(self, slots: int, cache_type: str, progress: Callable[[str, int, int], None]) -> None:
+        cuda, program = self.card.cuda, self.program
+        self.memory = CardMemory(
+            self.card, program, context=self._context, slots=slots, cache_type=cache_type, progress=progress
+        )
+        launches = lower(program, self.memory, MAX_ROWS, MAX_ROWS)
+        self.memory.settle()
+        self._kernels = Kernels(self.card)
+        names = {launch.kernel for launch in launches}
+        for name in [name for name in names if name.function.startswith("matmul_")]:
+            names |= {KernelName(name.file, f"matmul_{n}", name.quant_type) for n in (1, 2, 4, 8)}
+        self._kernels.load(names, progress)
+        groups = -(-self._max_rows // MAX_ROWS)
+        self._records = cuda.pagelocked_empty((groups, 4, MAX_ROWS), np.int32)
+        self._logits = cuda.pagelocked_empty((self._max_out_rows, program.vocabulary), np.float32)
+        self._greedy = cuda.pagelocked_empty(self._max_out_rows, np.int32)
+        self._events = [cuda.Event(cuda.event_flags.DISABLE_TIMING) for _ in range(_AHEAD)]
+
+    @property
+    def max_rows(self) -> int:
+        return self._max_rows
+
+    @property
+    def max_out_rows(self) -> int:
+        return self._max_out_rows
+
+    @property
+    def slots(self) -> int:
+        return self._slots
+
+    @property
+    def context(self) -> int:
+        return self._context
+
+    def step(self, rows: StepRows) -> StepResult:
+        """See StepExecutor. ValueError for rows that do not fit."""
+        begun = time.perf_counter()
+        self._check(rows)
+        if self._lost:
+            raise WorkerLost(self._lost, "start the card executor anew")
+        with self._lock:
+            self._running, self._aborted = True, False
+        try:
+            with self.card.current(f"a step of {len(rows.tokens)} rows; BLOOMERY_CARD_SYNC=1 finds the op"):
+                self._run(rows)
+        except WorkerLost as error:
+            self._lost = error.message
+            raise
+        finally:
+            with self._lock:
+                self._running = False
+        seconds = time.perf_counter() - begun
+        self._counts["steps"] += 1
+        self._counts["rows"] += len(rows.tokens)
+        self._seconds += seconds
+        wanted = len(rows.out_rows)
+        return StepResult(self._logits[:wanted], self._greedy[:wanted], seconds)
+
+    def abort(self) -> None:
+        with self._lock:
+            self._aborted = self._running
+
+    def copy_prefix(self, source: int, target: int, positions: int) -> None:
+        if not (0 <= source < self.slots and 0 <= target < self.slots and 0 <= positions <= self.context):
+            raise ValueError(f"cannot copy {positions} positions from slot {source} to {target}")
+        if positions and source != target:
+            with self.card.current("copying a prefix"):
+                self.memory.copy_rows(source, target, positions)
+
+    def recover(self) -> None:
+        """A lost context does not come back in the same process. Raises WorkerLost if it is lost."""
+        if self._lost:
+            raise WorkerLost(self._lost, "start the card executor anew")
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            "executor": "card",
+            "card": self.card.name,
+            "architecture": self.card.architecture,
+            **self._counts,
+            "step_seconds_mean": self._seconds / self._counts["steps"] if self._counts["steps"] else 0.0,
+            "graph_nodes": {f"{r}x{o}": p.graph.nodes for (r, o), p in self._prepared.items() if p.graph},
+            "card_bytes": sum(self.memory.sizes.values()),
+            "lost": self._lost,
+        }
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(Exception), self.card.current("closing"):
+            for prepared in self._prepared.values():
+                if prepared.graph:
+                    prepared.graph.close()
+            self.memory.free()
+            del self._records, self._logits, self._greedy, self._events, self._kernels
+        self.card.close()
+
+    # ---- one step
+    def launches(self, rows: int, out_rows: int) -> list[Launch]:
+        """What a group of so many rows launches."""
+        return self._prepare(rows, out_rows).launches
+
+    def _prepare(self, rows: int, out_rows: int) -> _Prepared:
+        key = (rows, out_rows)
+        if key not in self._prepared:
+            self._prepared[key] = _Prepared(lower(self.program, self.memory, rows, out_rows))
+        return self._prepared[key]
+
+    def _run(self, rows: StepRows) -> None:
+        cuda, stream = self.card.cuda, self.card.stream
+        done = 0
+        for group, first in enumerate(range(0, len(rows.tokens), MAX_ROWS)):
+            if group >= _AHEAD:
+                self._events[group % _AHEAD].synchronize()
+            if self._aborted:
+                stream.synchronize()
+                self._counts["aborted"] += 1
+                raise StepAborted(f"aborted before row {first}")
+            part = slice(first, first + MAX_ROWS)
+            wanted = rows.out_rows[(rows.out_rows >= first) & (rows.out_rows < first + MAX_ROWS)] - first
+            count = len(rows.tokens[part])
+            record: NDArray[np.int32] = self._records[group]
+            for line, values in zip(record, (rows.tokens[part], rows.slots[part], rows.positions[part], wanted)):
+                line[: len(values)] = values
+            cuda.memcpy_htod_async(self.memory.step.tokens, record, stream)
+            self._launch(self._prepare(count, len(wanted)))
+            if len(wanted):
+                end = done + len(wanted)
+                cuda.memcpy_dtoh_async(self._logits[done:end], self.memory.address(f"buffer {self.program.logits}"), stream)
+                cuda.memcpy_dtoh_async(self._greedy[done:end], self.memory.address(f"buffer {self.program.argmax}"), stream)
+                done = end
+            self._events[group % _AHEAD].record(stream)
+        stream.synchronize()
+
+    def _launch(self, prepared: _Prepared) -> None:
+        """Replays the group's graph. The first time it runs eagerly, waiting for each launch, and is then captured."""
+        if prepared.graph is not None:
+            prepared.graph.launch()
+            return
+        self._launch_eagerly(prepared.launches, wait=self._sync or self._graphs)
+        if self._graphs:
+            graph = Graph(self.card)
+            with graph.capture():
+                self._launch_eagerly(prepared.launches, wait=False)
+            prepared.graph = graph
+
+    def _launch_eagerly(self, launches: list[Launch], wait: bool) -> None:
+        for launch in launches:
+            self._kernels.launch(launch)
+            if wait:
+                try:
+                    self.card.stream.synchronize()
+                except self.card.cuda.Error as error:
+                    raise CardError(
+                        f"{self.card.name}: {error} (in {launch.kernel} of op {launch.label})", "start it anew"
+                    ) from error
+
+    def _check(self, rows: StepRows) -> None:
+        """A wrong row would overwrite another sequence's cache, or memory that is nobody's."""
+        if len(rows.tokens) > self.max_rows or len(rows.out_rows) > self.max_out_rows:
+            raise ValueError(f"{len(rows.tokens)} rows, {len(rows.out_rows)} wanted: more than the card serves at once")
+        limits = (
+            ("token", rows.tokens, self.program.vocabulary),
+            ("slot", rows.slots, self.slots),
+            ("position", rows.positions, self.context),
+            ("wanted row", rows.out_rows, len(rows.tokens)),
+        )
+        for what, values, limit in limits:
+            if len(values) and not (values.min() >= 0 and values.max() < limit):
+                raise ValueError(f"{what} outside 0..{limit - 1}: {values}")

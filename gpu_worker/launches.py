@@ -1,0 +1,105 @@
+"""Launches: what a lowered program is made of on the card, and what lowering asks of the card's memory.
+
+Owns the shape of a launch and the convention of parameters. Every kernel's parameters are 8 bytes wide: pointers,
+int64 or float64, so that a launch's parameters are one tuple of int64 words (floats as their bit patterns). It knows
+neither kernels nor PyCUDA.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from numpy.typing import NDArray
+
+from bloomery.runtime.model_file import Tensor
+from bloomery.runtime.program import View
+
+MAX_ROWS: Final = 8
+"""Rows that the kernels take at once; longer steps run in groups of so many."""
+
+
+@dataclass(frozen=True)
+class KernelName:
+    """A function of a kernel file; `quant_type` is what the file is compiled for, or empty."""
+
+    file: str
+    function: str
+    quant_type: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}.{self.function}" + (f"[{self.quant_type}]" if self.quant_type else "")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel on one grid. `label` is the op's name, for errors and timings; `shared` is dynamic shared memory."""
+
+    kernel: KernelName
+    grid: tuple[int, int, int]
+    threads: int
+    words: tuple[int, ...]
+    label: str
+    shared: int = 0
+
+
+@dataclass(frozen=True)
+class StepAddresses:
+    """Where the step's int32 arrays lie: MAX_ROWS elements each."""
+
+    tokens: int
+    slots: int
+    positions: int
+    out_rows: int
+
+
+@dataclass(frozen=True)
+class StateAddress:
+    """Where the cache rows of a state lie; strides in elements of the cache type."""
+
+    address: int
+    slot_stride: int
+    row_stride: int
+
+
+class CardContext(Protocol):
+    """The card's memory as lowering sees it. Buffers and scratch have room for MAX_ROWS rows."""
+
+    @property
+    def multiprocessors(self) -> int: ...
+
+    @property
+    def context(self) -> int:
+        """Positions that a slot can hold."""
+
+    @property
+    def cache_type(self) -> str:
+        """Element type of the caches: "f32" or "f16"."""
+
+    @property
+    def step(self) -> StepAddresses: ...
+
+    def view(self, view: View) -> tuple[int, int]:
+        """Address of element `view.start` of row 0, and the distance between rows in elements."""
+
+    def weight(self, name: str) -> tuple[int, Tensor]:
+        """Address of the tensor's first byte, and the tensor."""
+
+    def slot_map(self, name: str) -> int:
+        """Address of int32[experts]: in which place of an expert tensor's memory each expert lies; -1: not here."""
+
+    def state(self, name: str) -> StateAddress:
+        """Where the rows of a cache state lie."""
+
+    def scratch(self, name: str, nbytes: int) -> int:
+        """Address (256-byte aligned) of at least `nbytes` bytes; the same name gives the same bytes."""
+
+    def constant(self, name: str, values: NDArray[Any]) -> int:
+        """Address of these values, uploaded once under this name."""
+
+
+def float_word(value: float) -> int:
+    """The bit pattern of a float64 as int64."""
+    bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return bits

@@ -1,0 +1,409 @@
+"""Lowering: a program's ops become kernel launches for a given number of rows.
+
+Owns the parameters and grids of every kernel, the scratch between the launches of an op, and which activations are
+still there in the form that a product wants. It knows neither what kernels do inside nor PyCUDA.
+
+Scratch names: `activations:FORM` (the input of a product), `hidden:FORM` (that of the experts' down products), `gate`,
+`up`, `experts` (results of every item = row and place in its list of experts), `parts`, `extremes` (attention),
+`best` (argmax), and one rope table for each set of frequencies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from bloomery.gpu_worker.launches import MAX_ROWS, CardContext, KernelName, Launch, float_word
+from bloomery.runtime.errors import PlanError
+from bloomery.runtime.model_file import Tensor
+from bloomery.runtime.program import (
+    Add,
+    Argmax,
+    Attention,
+    CacheWrite,
+    CopyHeads,
+    EmbedRows,
+    HeadMatMul,
+    MatMul,
+    Op,
+    Program,
+    RmsNorm,
+    Rope,
+    RoutedExperts,
+    Router,
+    SelectRows,
+    SwiGlu,
+    View,
+    op_views,
+    op_weights,
+)
+
+SUPER_TYPES: Final = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+SMALL_TYPES: Final = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")
+FLOAT_TYPES: Final = ("F32", "F16", "BF16")
+WEIGHT_TYPES: Final = (*FLOAT_TYPES, *SMALL_TYPES, *SUPER_TYPES)
+
+_WARPS: Final = 4  # of a block of products.cuh
+_JOBS: Final = 4
+_JOB_WORDS: Final = 5
+_SPLIT: Final = 64  # positions; attention.cu
+_HEADS: Final = 8
+_ARGMAX_PARTS: Final = 64
+_BLOCKS_EACH: Final = 8
+"""Blocks of a product that a multiprocessor holds; more would wait for their turn with empty rings."""
+_USE_HOST: Final = "run it with --plan cpu"
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Where the input of a product lies in the form that its weights want; `stride` in bytes, of both arrays.
+
+    A head of n elements takes n * value_bytes bytes of `values` and n // 32 * 8 of `scales`.
+    """
+
+    values: int
+    scales: int
+    stride: int
+    value_bytes: int
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One weight of a product: its address, bias address or 0, output address, outputs, output stride in floats."""
+
+    weights: int
+    bias: int
+    out: int
+    outputs: int
+    out_stride: int
+
+
+def activation_form(quant_type: str) -> str:
+    """Form of the activations that meet weights of this type: "F32", "F16", "BF16", "Q8_0", "Q8_1" or "Q8_K"."""
+    if quant_type in FLOAT_TYPES:
+        return quant_type
+    if quant_type in SUPER_TYPES:
+        return "Q8_K"
+    return "Q8_1" if quant_type in ("Q4_1", "Q5_1") else "Q8_0"
+
+
+def lower(program: Program, context: CardContext, rows: int, out_rows: int) -> list[Launch]:
+    """The launches of one step of so many rows. Raises PlanError naming tensor and type where there is no kernel."""
+    assert 0 < rows <= MAX_ROWS and 0 <= out_rows <= MAX_ROWS
+    for op in program.ops:
+        for name in op_weights(op):
+            _check_type(program.weights[name], op)
+    return _Lowering(program, context, rows, out_rows).launches()
+
+
+def _check_type(tensor: Tensor, op: Op) -> None:
+    name = tensor.quant_type.name
+    only_f32 = isinstance(op, RmsNorm | Router)
+    if name not in WEIGHT_TYPES or (only_f32 and name != "F32"):
+        expected = "F32" if only_f32 else ", ".join(WEIGHT_TYPES)
+        raise PlanError(
+            f"{tensor.path}: tensor {tensor.name} of op {op.name} has type {name}, for which the card executor has no"
+            f" kernel (expected {expected})",
+            _USE_HOST,
+        )
+
+
+class _Lowering:
+    """One pass over a program; `launches` is called once."""
+
+    def __init__(self, program: Program, context: CardContext, rows: int, out_rows: int) -> None:
+        self.program = program
+        self.context = context
+        self.rows, self.out_rows = rows, out_rows
+        self.out: list[Launch] = []
+        self.tables: dict[tuple[object, ...], int] = {}
+        self.formed: dict[str, tuple[View, Activations]] = {}  # what each form's scratch holds
+        self.label = ""
+
+    def launches(self) -> list[Launch]:
+        for op in self.program.ops:
+            self.label = op.name
+            self._lower(op)
+            written = {view.buffer for view, writes in op_views(op) if writes}
+            self.formed = {form: held for form, held in self.formed.items() if held[0].buffer not in written}
+        return self.out
+
+    def emit(
+        self, file: str, function: str, grid: tuple[int, ...], threads: int, *words: int, kind: str = "", shared: int = 0
+    ) -> None:
+        x, y, z = (*grid, 1, 1)[:3]
+        if x and y and z:
+            name = KernelName(file, function, kind)
+            self.out.append(Launch(name, (x, y, z), threads, words, self.label, shared))
+
+    def _lower(self, op: Op) -> None:
+        match op:
+            case EmbedRows():
+                self._embed(op)
+            case RmsNorm():
+                self._norm(op)
+            case MatMul():
+                self._matmul(op)
+            case HeadMatMul():
+                self._head_matmul(op)
+            case Rope():
+                self._rope(op)
+            case CopyHeads():
+                x, x_row, x_head = self._heads(op.x)
+                from_one = (x, x_row, 0 if op.x.count == 1 else x_head)
+                self._each("copy_heads", op.out, *from_one, *self._heads(op.out), op.out.width, op.out.elements)
+            case CacheWrite():
+                self._cache_write(op)
+            case Attention():
+                self._attention(op)
+            case Router():
+                self._router(op)
+            case RoutedExperts():
+                self._routed_experts(op)
+            case SwiGlu():
+                places = (*self._heads(op.gate), *self._heads(op.up), *self._heads(op.out))
+                self._each("swiglu", op.out, *places, op.out.width, op.out.elements, float_word(op.limit))
+            case Add():
+                places = (*self._heads(op.x), *self._heads(op.y), *self._heads(op.out))
+                self._each("add", op.out, *places, op.out.width, op.out.elements)
+            case SelectRows():
+                places = (*self._heads(op.x), *self._heads(op.out))
+                self._each("select_rows", op.out, self.context.step.out_rows, *places, op.x.width, op.x.elements)
+            case Argmax():
+                self._argmax(op)
+            case _:
+                raise PlanError(
+                    f"{self.program.architecture}: op {op.name} ({type(op).__name__}) has no card kernel yet", _USE_HOST
+                )
+
+    # ---- what views and tensors mean to kernels
+    def _count(self, view: View) -> int:
+        return self.rows if self.program.buffers[view.buffer].rows == "step" else self.out_rows
+
+    def _heads(self, view: View) -> tuple[int, int, int]:
+        """Address, row stride, head stride in elements."""
+        address, row_stride = self.context.view(view)
+        return address, row_stride, view.stride if view.count > 1 else view.width
+
+    def _row(self, view: View) -> tuple[int, int]:
+        """Address and row stride of a view without gaps."""
+        if not view.contiguous:
+            raise PlanError(f"op {self.label}: its card kernel wants the heads of {view.buffer} without gaps")
+        return self.context.view(view)
+
+    def _each(self, function: str, out: View, *words: int) -> None:
+        """A kernel that touches each element of `out` once."""
+        self.emit("elementwise", function, (_blocks(out.elements, 256), self._count(out)), 256, *words)
+
+    def _weight(self, name: str, inputs: int, outputs: int, matrices: int = 1) -> tuple[int, str, int]:
+        """(address, type, bytes of a row) of a weight, which must have this shape."""
+        address, tensor = self.context.weight(name)
+        expected, found = (inputs, outputs, matrices, 1), (*tensor.shape, 1, 1, 1)[:4]
+        kind = tensor.quant_type
+        if found != expected:
+            raise PlanError(
+                f"{tensor.path}: tensor {name} of op {self.label} has shape {tensor.shape}, expected {expected}"
+            )
+        if inputs % kind.block_elements:
+            raise PlanError(
+                f"{tensor.path}: tensor {name} of type {kind.name} has rows of {inputs} elements, expected a multiple of"
+                f" {kind.block_elements}",
+                "the file is damaged or was made by a faulty converter",
+            )
+        return address, kind.name, kind.row_bytes(inputs)
+
+    # ---- ops
+    def _embed(self, op: EmbedRows) -> None:
+        outputs = self.program.weights[op.weight].shape[1]
+        address, kind, row_bytes = self._weight(op.weight, op.out.elements, outputs)
+        grid = (_blocks(_blocks(op.out.elements, 32), 64), self._count(op.out))
+        words = (address, row_bytes, op.out.elements, self.context.step.tokens, *self._row(op.out))
+        self.emit("matmul", "embed", grid, 64, *words, kind=kind)
+
+    def _norm(self, op: RmsNorm) -> None:
+        weight, _, _ = self._weight(op.weight, op.x.width, 1)
+        words = (*self._heads(op.x), *self._heads(op.out), weight, op.x.width, float_word(op.epsilon))
+        threads = min(512, 32 * _blocks(op.x.width, 128))
+        self.emit("norm_rope", "rms_norm", (op.x.count, self._count(op.x)), threads, *words)
+
+    def _form(self, form: str, x: View) -> Activations:
+        """The input of a product in its form; F32 is read where it is, others are made unless they are still there."""
+        if form == "F32" and x.contiguous:
+            address, row_stride = self.context.view(x)
+            return Activations(address, address, 4 * row_stride, 4)
+        if form in self.formed and self.formed[form][0] == x:
+            return self.formed[form][1]
+        words = (*self._heads(x)[:1], 0, *self._heads(x)[1:], x.width, float_word(0.0))
+        made = self._make_form(form, f"activations:{form}", words, x.elements, self._count(x), MAX_ROWS)
+        self.formed[form] = x, made
+        return made
+
+    def _make_form(
+        self, form: str, scratch: str, words: tuple[int, ...], elements: int, rows: int, max_rows: int
+    ) -> Activations:
+        """`words` are the Input of activations.cu: x, up, row stride, head stride, width, limit."""
+        value_bytes = 4 if form in FLOAT_TYPES else 1
+        scales_at = _aligned(value_bytes * elements)
+        stride = scales_at if form in FLOAT_TYPES else scales_at + _aligned(elements // 32 * 8)
+        values = self.context.scratch(scratch, max_rows * stride)
+        made = Activations(values, values + scales_at, stride, value_bytes)
+        if form in FLOAT_TYPES:
+            kind = {"F32": 0, "F16": 1, "BF16": 2}[form]
+            grid = (_blocks(elements, 256), rows)
+            self.emit("activations", "round_floats", grid, 256, *words, elements, values, stride // 4, kind)
+            return made
+        out = (elements, made.values, made.scales, made.stride)
+        if form == "Q8_K":
+            self.emit("activations", "quantise_Q8_K", (_blocks(elements, 1024), rows), 128, *words, *out)
+        else:
+            weighted = int(form == "Q8_1")
+            self.emit("activations", "quantise_Q8_0", (_blocks(elements, 128), rows), 128, *words, *out, weighted)
+        return made
+
+    def _matmul(self, op: MatMul) -> None:
+        by_type: dict[tuple[str, int], list[_Job]] = {}
+        for out, weight, bias in zip(op.outs, op.weights, op.biases, strict=True):
+            address, kind, row_bytes = self._weight(weight, op.x.elements, out.elements)
+            place, stride = self._row(out)
+            job = _Job(address, self._bias(bias, out.elements), place, out.elements, stride)
+            by_type.setdefault((kind, row_bytes), []).append(job)
+        for (kind, row_bytes), jobs in by_type.items():
+            x = self._form(activation_form(kind), op.x)
+            for first in range(0, len(jobs), _JOBS):
+                self._multiply(kind, x, self._count(op.x), op.x.elements, row_bytes, jobs[first : first + _JOBS])
+
+    def _bias(self, name: str | None, outputs: int) -> int:
+        if name is None:
+            return 0
+        address, kind, _ = self._weight(name, outputs, 1)
+        if kind != "F32":
+            raise PlanError(f"bias {name} of op {self.label} has type {kind}, expected F32", _USE_HOST)
+        return address
+
+    def _multiply(
+        self,
+        kind: str,
+        x: Activations,
+        rows: int,
+        width: int,
+        row_bytes: int,
+        jobs: list[_Job],
+        heads: tuple[int, int, int, int] = (1, 0, 0, 0),
+    ) -> None:
+        """`heads`: how many, and the distance of two in values, scales (bytes) and outputs (floats)."""
+        at_once = next(n for n in (1, 2, 4, 8) if n >= rows) if rows else 1
+        sets = len(jobs) * heads[0]
+        grid = (self._warp_blocks(jobs, sets), sets if rows else 0)
+        words = (x.values, x.scales, x.stride, rows, width, row_bytes, *heads)
+        self.emit("matmul", f"matmul_{at_once}", grid, 32 * _WARPS, *_job_words(jobs), *words, kind=kind)
+
+    def _warp_blocks(self, jobs: list[_Job], sets: int) -> int:
+        pairs = _blocks(max(job.outputs for job in jobs), 2)
+        most = max(1, _blocks(self.context.multiprocessors * _BLOCKS_EACH, sets))
+        return min(_blocks(pairs, _WARPS), most)
+
+    def _head_matmul(self, op: HeadMatMul) -> None:
+        address, kind, row_bytes = self._weight(op.weight, op.x.width, op.out.width, op.x.count)
+        x = self._form(activation_form(kind), op.x)
+        out, out_row, out_head = self._heads(op.out)
+        heads = (op.x.count, op.x.width * x.value_bytes, op.x.width // 32 * 8, out_head)
+        job = _Job(address, 0, out, op.out.width, out_row)
+        self._multiply(kind, x, self._count(op.x), op.x.width, row_bytes, [job], heads)
+
+    def _rope(self, op: Rope) -> None:
+        pairs, rows = len(op.frequencies), self._count(op.x)
+        key = (op.frequencies, op.magnitude, op.behind)
+        if key not in self.tables:
+            name = f"rope:{len(self.tables)}"
+            self.tables[key] = self.context.scratch(name, MAX_ROWS * pairs * 8)
+            frequencies = self.context.constant(name, np.asarray(op.frequencies, np.float64))
+            words = (self.tables[key], pairs, frequencies, float_word(op.magnitude), self.context.step.positions, op.behind)
+            self.emit("norm_rope", "rope_table", (_blocks(pairs, 64), rows), 64, *words)
+        words = (self.tables[key], pairs, *self._heads(op.x), *self._heads(op.out), op.x.width, int(op.pairs == "halves"))
+        self.emit("norm_rope", "rope", (op.x.count, rows), 64, *words)
+
+    def _cache_write(self, op: CacheWrite) -> None:
+        state, step = self.context.state(op.state), self.context.step
+        element = 4 if self.context.cache_type == "f32" else 2
+        target = (state.address + op.start * element, state.slot_stride, state.row_stride)
+        words = (step.slots, step.positions, *self._heads(op.x), op.x.width, op.x.elements, *target)
+        self._each(f"cache_write_{self.context.cache_type}", op.x, *words)
+
+    def _attention(self, op: Attention) -> None:
+        rows, step, heads = self._count(op.q), self.context.step, op.q.count
+        splits = _blocks(self.context.context, _SPLIT)
+        parts = self.context.scratch("parts", MAX_ROWS * heads * splits * op.value_width * 4)
+        extremes = self.context.scratch("extremes", MAX_ROWS * heads * splits * 8)
+        sets = op.kv_heads * _blocks(heads // op.kv_heads, _HEADS)
+        walkers = min(splits, max(1, _blocks(4 * self.context.multiprocessors, sets * rows)))
+        caches = (self.context.state(op.keys), self.context.state(op.values))
+        places = (word for cache in caches for word in (cache.address, cache.slot_stride, cache.row_stride))
+        widths = (heads, op.kv_heads, op.key_width, op.value_width, float_word(op.scale), splits, parts, extremes)
+        words = (step.slots, step.positions, *self._heads(op.q), *places, *widths)
+        self.emit("attention", f"attend_{self.context.cache_type}", (walkers, sets, rows), 128, *words)
+        join = (step.positions, parts, extremes, heads, op.value_width, splits, *self._heads(op.out))
+        self.emit("attention", "attend_join", (heads, rows), 128, *join)
+
+    def _router(self, op: Router) -> None:
+        experts, used = op.logits.elements, op.ids.elements
+        bias = 0 if op.bias is None else self._weight(op.bias, experts, 1)[0]
+        choice = (int(op.gating == "sigmoid"), int(op.normalise), float_word(op.scale), op.groups, op.groups_used)
+        words = (*self._row(op.logits), *self._row(op.ids), *self._row(op.mix), bias, experts, used, *choice)
+        shared = 4 * (2 * experts + 2 * op.groups)
+        self.emit("choices", "router", (self._count(op.logits),), 32, *words, shared=shared)
+
+    def _routed_experts(self, op: RoutedExperts) -> None:
+        """Products of every item (row and rank) with its expert's gate and up, silu, down, and the sum by ranks."""
+        rows, used, inputs = self._count(op.x), op.ids.elements, op.x.elements
+        hidden, experts = self.program.weights[op.gate].shape[1:]
+        items = MAX_ROWS * used
+        gate, up = (self.context.scratch(name, items * hidden * 4) for name in ("gate", "up"))
+        jobs = [(op.gate, _Job(0, 0, gate, hidden, hidden)), (op.up, _Job(0, 0, up, hidden, hidden))]
+        kinds = {self.program.weights[name].quant_type.name for name, _ in jobs}
+        for some in [jobs] if len(kinds) == 1 else [jobs[:1], jobs[1:]]:
+            x = self._form(activation_form(self.program.weights[some[0][0]].quant_type.name), op.x)
+            self._experts(op, x, inputs, experts, some, of_each_item=False)
+        form = activation_form(self.program.weights[op.down].quant_type.name)
+        source = (gate, up, hidden, hidden, hidden, float_word(op.limit))
+        opened = self._make_form(form, f"hidden:{form}", source, hidden, rows * used, items)
+        parts = self.context.scratch("experts", items * op.out.elements * 4)
+        down = (op.down, _Job(0, 0, parts, op.out.elements, op.out.elements))
+        self._experts(op, opened, hidden, experts, [down], of_each_item=True)
+        self._each("experts_sum", op.out, parts, *self._row(op.mix), used, *self._row(op.out), op.out.elements)
+
+    def _experts(
+        self, op: RoutedExperts, x: Activations, width: int, experts: int, jobs: list[tuple[str, _Job]], of_each_item: bool
+    ) -> None:
+        placed = []
+        for name, job in jobs:
+            address, kind, row_bytes = self._weight(name, width, job.outputs, experts)
+            placed.append(_Job(address, 0, job.out, job.outputs, job.out_stride))
+        rows, used = self._count(op.x), op.ids.elements
+        grid = (self._warp_blocks(placed, max(1, rows * used * len(jobs))), rows * used, len(jobs))
+        ids, ids_row = self._row(op.ids)
+        inputs = (x.values, x.scales, x.stride, int(of_each_item))
+        words = (*inputs, ids, ids_row, used, self.context.slot_map(op.gate), width, row_bytes)
+        self.emit("matmul", "experts", grid, 32 * _WARPS, *_job_words(placed), *words, kind=kind)
+
+    def _argmax(self, op: Argmax) -> None:
+        x, x_row = self._row(op.x)
+        rows = self._count(op.x)
+        parts = min(_ARGMAX_PARTS, _blocks(op.x.elements, 256))
+        best = self.context.scratch("best", MAX_ROWS * _ARGMAX_PARTS * 8)
+        self.emit("choices", "argmax_parts", (parts, rows), 256, x, x_row, op.x.elements, best)
+        self.emit("choices", "argmax_whole", (rows,), 32, best, parts, *self._row(op.out))
+
+
+def _job_words(jobs: list[_Job]) -> tuple[int, ...]:
+    words = tuple(w for job in jobs for w in (job.weights, job.bias, job.out, job.outputs, job.out_stride))
+    return words + (0,) * (_JOBS * _JOB_WORDS - len(words))
+
+
+def _blocks(elements: int, each: int) -> int:
+    return -(-elements // each)
+
+
+def _aligned(nbytes: int) -> int:
+    return _blocks(nbytes, 16) * 16

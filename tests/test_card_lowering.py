@@ -1,0 +1,130 @@
+"""Programs become launches without a card: every kernel exists, scratch fits, and what is missing is named."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from card_stand import NoCard
+from oracle_data import QUANTISED, TINY, f32_file, quantised_file
+
+from bloomery.gpu_worker import compile_cache
+from bloomery.gpu_worker.launches import MAX_ROWS, Launch
+from bloomery.gpu_worker.lowering import WEIGHT_TYPES, lower
+from bloomery.runtime.architectures import build_program
+from bloomery.runtime.errors import PlanError
+from bloomery.runtime.model_file import ModelFile
+from bloomery.runtime.program import Program
+
+STEP = ("Jobs", 20), ("Input", 6), ("Cache", 3)
+"""Parameters that are structs of words, and of how many."""
+
+
+def program_of(path: Path) -> Program:
+    return build_program(ModelFile.open(path))
+
+
+def parameter_words(file: str, function: str) -> int:
+    """How many 8-byte words a kernel takes, counted in its source; macros are looked into."""
+    source = (compile_cache.KERNELS / f"{file}.cu").read_text(encoding="utf-8").replace("\\\n", "\n")
+    name = re.sub(r"_(1|2|4|8)$", "_##NR", function) if file == "matmul" else function
+    name = re.sub(r"^attend_(f32|f16)$", "attend_##NAME", name)
+    found = re.search(rf'extern "C" __global__ void[^;{{]*?\b{re.escape(name)}\(([^)]*)\)', source)
+    assert found, f"{file}.cu has no kernel {function}"
+    sizes = dict(STEP)
+    return sum(sizes.get(parameter.split()[0], 1) for parameter in found[1].split(","))
+
+
+def check(launches: list[Launch]) -> None:
+    for launch in launches:
+        x, y, z = launch.grid
+        assert 0 < x < 2**31 and 0 < y < 65536 and 0 < z < 65536, launch
+        assert launch.threads % 32 == 0 and 0 < launch.threads <= 1024
+        assert len(launch.words) == parameter_words(launch.kernel.file, launch.kernel.function), launch.kernel
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_f32_programs(name: str) -> None:
+    program = program_of(f32_file(name))
+    context = NoCard(program)
+    full = lower(program, context, MAX_ROWS, MAX_ROWS)
+    check(full)
+    for rows in range(1, MAX_ROWS):
+        check(lower(program, context, rows, 1))
+    assert {launch.label for launch in full} <= {op.name for op in program.ops}
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_quantised_programs(name: str) -> None:
+    program = program_of(quantised_file(name))
+    context = NoCard(program)
+    launches = lower(program, context, MAX_ROWS, MAX_ROWS)
+    check(launches)
+    kinds = {launch.kernel.quant_type for launch in launches} - {""}
+    assert kinds and kinds <= set(WEIGHT_TYPES)
+    without = lower(program, context, MAX_ROWS, 0)
+    assert len(without) < len(launches), "rows that nobody wants logits of cost a head"
+
+
+def test_every_launched_op_is_waited_for_in_order() -> None:
+    """Each op that computes something has a launch, in the program's order."""
+    program = program_of(f32_file("qwen3moe"))
+    labels = list(dict.fromkeys(launch.label for launch in lower(program, NoCard(program), 1, 1)))
+    assert labels == list(dict.fromkeys(op.name for op in program.ops))
+
+
+def test_types_without_a_kernel_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = program_of(quantised_file("qwen3moe-Q4_K_M"))
+    monkeypatch.setattr("bloomery.gpu_worker.lowering.WEIGHT_TYPES", ("F32", "Q4_K"))
+    with pytest.raises(PlanError, match=r"tensor blk\.\d\..* has type Q\d"):
+        lower(program, NoCard(program), 1, 1)
+
+
+def test_what_is_missing_is_said() -> None:
+    """In a process that cannot import pycuda the message says so and what to do; nothing else breaks."""
+    code = (
+        "import sys; sys.modules['pycuda'] = None\n"
+        "import bloomery.gpu_worker.card_executor as c\n"
+        "from bloomery.gpu_worker.driver import load_pycuda\n"
+        "try: load_pycuda()\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("PlanError") and "PyCUDA" in done.stdout and "bloomery[cuda]" in done.stdout
+
+
+def test_a_compiler_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("BLOOMERY_NVCC", "/no/such/nvcc")
+    monkeypatch.setenv("BLOOMERY_CACHE", str(tmp_path))
+    compile_cache.find_compiler.cache_clear()
+    compile_cache._compiler_version.cache_clear()
+    try:
+        with pytest.raises(PlanError, match="/no/such/nvcc"):
+            compile_cache.cubin("elementwise", "", "sm_80")
+    finally:
+        compile_cache.find_compiler.cache_clear()
+        compile_cache._compiler_version.cache_clear()
+
+
+def test_compiling_and_finding_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A binary is found by its sources; other sources, another type or card make another; errors name the file."""
+    try:
+        compile_cache.find_compiler()
+    except PlanError as error:
+        pytest.skip(error.message)
+    monkeypatch.setenv("BLOOMERY_CACHE", str(tmp_path / "cache"))
+    first = compile_cache.cubin("elementwise", "", "sm_80")
+    stamp = first.stat().st_mtime_ns
+    assert compile_cache.cubin("elementwise", "", "sm_80") == first and first.stat().st_mtime_ns == stamp
+    assert list(first.parent.iterdir()) == [first], "nothing is left aside"
+    copy = tmp_path / "kernels"
+    copy.mkdir()
+    for path in compile_cache.KERNELS.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(compile_cache, "KERNELS", copy)
+    (copy / "elementwise.cu").write_text("int x = ;\n")
+    with pytest.raises(PlanError, match=r"elementwise\.cu do not compile for sm_80: .*error"):
+        compile_cache.cubin("elementwise", "", "sm_80")
