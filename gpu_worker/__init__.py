@@ -1,1 +1,1 @@
-"""Card executor (PyCUDA). No program runs on a card yet: every plan other than `cpu` is refused by name."""
+"""Card executor (PyCUDA): programs on one card. The daemon starts none yet: it refuses every plan other than `cpu`."""

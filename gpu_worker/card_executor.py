@@ -47,7 +47,9 @@ class Kernels:
         files = sorted({(name.file, name.quant_type) for name in names} - self._modules.keys())
         for done, (file, kind) in enumerate(files):
             progress("compile", done, len(files))
-            self._modules[file, kind] = self._card.cuda.module_from_file(str(cubin(file, kind, self._card.architecture)))
+            self._modules[file, kind] = self._card.cuda.module_from_file(
+                str(cubin(file, kind, self._card.architecture))
+            )
         for name in names - self._functions.keys():
             self._functions[name] = self._modules[name.file, name.quant_type].get_function(name.function)
 
@@ -235,8 +237,12 @@ class CardExecutor:
             self._launch(self._prepare(count, len(wanted)))
             if len(wanted):
                 end = done + len(wanted)
-                cuda.memcpy_dtoh_async(self._logits[done:end], self.memory.address(f"buffer {self.program.logits}"), stream)
-                cuda.memcpy_dtoh_async(self._greedy[done:end], self.memory.address(f"buffer {self.program.argmax}"), stream)
+                cuda.memcpy_dtoh_async(
+                    self._logits[done:end], self.memory.address(f"buffer {self.program.logits}"), stream
+                )
+                cuda.memcpy_dtoh_async(
+                    self._greedy[done:end], self.memory.address(f"buffer {self.program.argmax}"), stream
+                )
                 done = end
             self._events[group % _AHEAD].record(stream)
         stream.synchronize()

@@ -2,9 +2,11 @@
 
 Owns the compiler's command line, the cache folder and its key. It needs no card and no PyCUDA.
 
-The folder is `$BLOOMERY_CACHE/cuda`, else `bloomery/cuda` in `$XDG_CACHE_HOME` or `~/.cache`. A file's name is a hash of
-the sources that it is made of, the compiler's version, its options and the architecture: a binary of other sources is
-never found. Files are written aside and renamed into place.
+The folder is `$BLOOMERY_CACHE/cuda`, else `bloomery/cuda` in `$XDG_CACHE_HOME` or `~/.cache`. A file's name ends in a
+hash of the sources that it is made of, the compiler's version, its options and the architecture: a binary of other
+sources is never found. Files are written aside and renamed into place.
+
+    python -m bloomery.gpu_worker.compile_cache [sm_80 ...]      # compiles every kernel; says what does not compile
 """
 
 from __future__ import annotations
@@ -14,8 +16,11 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterable
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -39,9 +44,7 @@ def kernel_files() -> list[str]:
 
 def units() -> list[tuple[str, str]]:
     """Everything that can be compiled: (file, quant type or "")."""
-    return [
-        (file, kind) for file in kernel_files() for kind in (WEIGHT_TYPES if file in QUANT_FILES else ("",))
-    ]
+    return [(file, kind) for file in kernel_files() for kind in (WEIGHT_TYPES if file in QUANT_FILES else ("",))]
 
 
 @functools.cache
@@ -63,7 +66,9 @@ def cubin(file: str, kind: str, architecture: str) -> Path:
 
     Raises PlanError with the compiler's first error line.
     """
-    path = cache_folder() / f"{file}{'-' + kind if kind else ''}-{architecture}-{_digest(file, kind, architecture)}.cubin"
+    path = (
+        cache_folder() / f"{file}{'-' + kind if kind else ''}-{architecture}-{_digest(file, kind, architecture)}.cubin"
+    )
     if path.exists():
         return path
     handle, aside = tempfile.mkstemp(dir=path.parent, suffix=".cubin")
@@ -120,11 +125,33 @@ def _compiler_version() -> str:
     return subprocess.run([find_compiler(), "--version"], capture_output=True, text=True, check=True).stdout
 
 
-def compile_all(architectures: Iterable[str]) -> int:
-    """Compiles every unit for these architectures; returns how many."""
-    count = 0
-    for architecture in architectures:
-        for file, kind in units():
-            cubin(file, kind, architecture)
-            count += 1
-    return count
+def main(architectures: list[str]) -> int:
+    """Compiles every unit for these architectures (default: all that are supported); says what does not compile."""
+    unknown = set(architectures) - set(ARCHITECTURES)
+    if unknown:
+        print(f"unknown architecture {', '.join(sorted(unknown))}, expected some of {', '.join(ARCHITECTURES)}")
+        return 2
+    failed = 0
+    for architecture in architectures or ARCHITECTURES:
+        begun = time.monotonic()
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            errors = [error for error in pool.map(partial(_error_of, architecture), units()) if error]
+        for error in errors:
+            print(error)
+        failed += len(errors)
+        print(
+            f"{architecture}: {len(units()) - len(errors)} of {len(units())} compile ({time.monotonic() - begun:.0f} s)"
+        )
+    return int(failed > 0)
+
+
+def _error_of(architecture: str, unit: tuple[str, str]) -> str:
+    try:
+        cubin(*unit, architecture)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -35,7 +35,9 @@ def load_pycuda() -> Any:
         cuda.init()
         count = cuda.Device.count()
     except cuda.Error as error:
-        raise PlanError(f"the NVIDIA driver does not start ({error})", "see nvidia-smi, or run with --plan cpu") from error
+        raise PlanError(
+            f"the NVIDIA driver does not start ({error})", "see nvidia-smi, or run with --plan cpu"
+        ) from error
     if count == 0:
         raise PlanError("the NVIDIA driver sees no card", "see nvidia-smi, or run with --plan cpu")
     return cuda

@@ -131,7 +131,14 @@ class _Lowering:
         return self.out
 
     def emit(
-        self, file: str, function: str, grid: tuple[int, ...], threads: int, *words: int, kind: str = "", shared: int = 0
+        self,
+        file: str,
+        function: str,
+        grid: tuple[int, ...],
+        threads: int,
+        *words: int,
+        kind: str = "",
+        shared: int = 0,
     ) -> None:
         x, y, z = (*grid, 1, 1)[:3]
         if x and y and z:
@@ -163,11 +170,11 @@ class _Lowering:
             case RoutedExperts():
                 self._routed_experts(op)
             case SwiGlu():
-                places = (*self._heads(op.gate), *self._heads(op.up), *self._heads(op.out))
-                self._each("swiglu", op.out, *places, op.out.width, op.out.elements, float_word(op.limit))
+                three = (*self._heads(op.gate), *self._heads(op.up), *self._heads(op.out))
+                self._each("swiglu", op.out, *three, op.out.width, op.out.elements, float_word(op.limit))
             case Add():
-                places = (*self._heads(op.x), *self._heads(op.y), *self._heads(op.out))
-                self._each("add", op.out, *places, op.out.width, op.out.elements)
+                three = (*self._heads(op.x), *self._heads(op.y), *self._heads(op.out))
+                self._each("add", op.out, *three, op.out.width, op.out.elements)
             case SelectRows():
                 places = (*self._heads(op.x), *self._heads(op.out))
                 self._each("select_rows", op.out, self.context.step.out_rows, *places, op.x.width, op.x.elements)
@@ -208,8 +215,8 @@ class _Lowering:
             )
         if inputs % kind.block_elements:
             raise PlanError(
-                f"{tensor.path}: tensor {name} of type {kind.name} has rows of {inputs} elements, expected a multiple of"
-                f" {kind.block_elements}",
+                f"{tensor.path}: tensor {name} of type {kind.name} has rows of {inputs} elements, expected a"
+                f" multiple of {kind.block_elements}",
                 "the file is damaged or was made by a faulty converter",
             )
         return address, kind.name, kind.row_bytes(inputs)
@@ -319,9 +326,17 @@ class _Lowering:
             name = f"rope:{len(self.tables)}"
             self.tables[key] = self.context.scratch(name, MAX_ROWS * pairs * 8)
             frequencies = self.context.constant(name, np.asarray(op.frequencies, np.float64))
-            words = (self.tables[key], pairs, frequencies, float_word(op.magnitude), self.context.step.positions, op.behind)
-            self.emit("norm_rope", "rope_table", (_blocks(pairs, 64), rows), 64, *words)
-        words = (self.tables[key], pairs, *self._heads(op.x), *self._heads(op.out), op.x.width, int(op.pairs == "halves"))
+            made = (self.tables[key], pairs, frequencies, float_word(op.magnitude))
+            grid = (_blocks(pairs, 64), rows)
+            self.emit("norm_rope", "rope_table", grid, 64, *made, self.context.step.positions, op.behind)
+        words = (
+            self.tables[key],
+            pairs,
+            *self._heads(op.x),
+            *self._heads(op.out),
+            op.x.width,
+            int(op.pairs == "halves"),
+        )
         self.emit("norm_rope", "rope", (op.x.count, rows), 64, *words)
 
     def _cache_write(self, op: CacheWrite) -> None:
@@ -374,7 +389,13 @@ class _Lowering:
         self._each("experts_sum", op.out, parts, *self._row(op.mix), used, *self._row(op.out), op.out.elements)
 
     def _experts(
-        self, op: RoutedExperts, x: Activations, width: int, experts: int, jobs: list[tuple[str, _Job]], of_each_item: bool
+        self,
+        op: RoutedExperts,
+        x: Activations,
+        width: int,
+        experts: int,
+        jobs: list[tuple[str, _Job]],
+        of_each_item: bool,
     ) -> None:
         placed = []
         for name, job in jobs:

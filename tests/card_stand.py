@@ -127,7 +127,9 @@ def on_card(program: Program, **arguments: Any) -> Iterator[CardExecutor]:
         executor.close()
 
 
-def steps(tokens: Sequence[int], positions: Sequence[int] | None = None, slots: Sequence[int] | None = None) -> StepRows:
+def steps(
+    tokens: Sequence[int], positions: Sequence[int] | None = None, slots: Sequence[int] | None = None
+) -> StepRows:
     n = len(tokens)
     at = np.arange(n) if positions is None else np.asarray(positions)
     where = np.zeros(n, np.int32) if slots is None else np.asarray(slots)

@@ -17,9 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-
 import numpy as np
 from card_stand import Bench, steps, tensor
 from gguf_bytes import random_blocks
@@ -34,6 +31,7 @@ from bloomery.runtime.model_file import ModelFile, Tensor
 from bloomery.runtime.program import MatMul, Program, RoutedExperts, Router
 from bloomery.runtime.quant_types import QuantType
 
+HERE = Path(__file__).resolve().parent
 Figures = dict[str, Any]
 
 
@@ -144,8 +142,12 @@ def product_speeds(kinds: tuple[str, ...], bandwidth: float) -> list[Figures]:
                     seconds = op_seconds(executor, rows, "product", 2)
                     speed = copies * nbytes / seconds / 1e9
                     share = speed / bandwidth
-                    out.append({"type": kind, "shape": shape, "rows": rows, "us": 1e6 * seconds / copies, "GB/s": speed})
-                    print(f"{kind:8}{shape:12}{rows} rows {1e6 * seconds / copies:8.1f} us {speed:7.0f} GB/s {share:6.1%}")
+                    out.append(
+                        {"type": kind, "shape": shape, "rows": rows, "us": 1e6 * seconds / copies, "GB/s": speed}
+                    )
+                    print(
+                        f"{kind:8}{shape:12}{rows} rows {1e6 * seconds / copies:8.1f} us {speed:7.0f} GB/s {share:6.1%}"
+                    )
             finally:
                 executor.close()
     return out
@@ -301,5 +303,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-
     sys.exit(main())

@@ -25,7 +25,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     if compiler is None:
         pytest.skip("no C++ compiler")
     to = tmp_path_factory.mktemp("formats") / "formats.so"
-    subprocess.run([compiler, "-O1", "-w", "-std=c++17", "-shared", "-fPIC", f"-I{KERNELS}", "-o", to, SOURCE], check=True)
+    subprocess.run(
+        [compiler, "-O1", "-w", "-std=c++17", "-shared", "-fPIC", f"-I{KERNELS}", "-o", to, SOURCE], check=True
+    )
     return ctypes.CDLL(str(to))
 
 

@@ -83,6 +83,7 @@ def test_products(name: str) -> None:
         bench.weights["bias"] = f32("bias", random((7,)))
         biases = (None, "bias", None, None, None)
         with on_card(bench.program(MatMul("product", x, tuple(outs), tuple(names), biases))) as executor:
+            kept: list[NDArray[np.float32]] = []
             for rows in (ROWS, 1, 2, 3, 5):
                 executor.step(steps(range(rows)))
                 for i, out in enumerate(outs):
@@ -205,9 +206,7 @@ def test_attention(kind: str, cache_type: str) -> None:
                 parts.append(read(executor, outs, last - first))
             found[slot] = np.concatenate(parts)
         ends = {slot: range(n - 4, n) for slot, n in lengths.items()}
-        mixed = steps(
-            [*tokens[0][-4:], *tokens[1][-4:]], [*ends[0], *ends[1]], [0] * 4 + [1] * 4
-        )
+        mixed = steps([*tokens[0][-4:], *tokens[1][-4:]], [*ends[0], *ends[1]], [0] * 4 + [1] * 4)
         executor.step(mixed)
         both = read(executor, outs, 8)
         for slot, n in lengths.items():
@@ -252,7 +251,9 @@ def test_router(kind: str, experts: int) -> None:
     close(weights[same], wanted_mix[same])
 
 
-@pytest.mark.parametrize("types", (("F32", "F32"), ("Q4_K", "Q6_K"), ("Q3_K", "Q5_K"), ("Q4_0", "Q5_1"), ("Q8_0", "Q8_0")))
+@pytest.mark.parametrize(
+    "types", (("F32", "F32"), ("Q4_K", "Q6_K"), ("Q3_K", "Q5_K"), ("Q4_0", "Q5_1"), ("Q8_0", "Q8_0"))
+)
 def test_routed_experts_through_a_slot_map(types: tuple[str, str]) -> None:
     """Experts that lie elsewhere in memory are found by the map; those that are not on the card count as nothing."""
     experts, used, width, hidden = 12, 3, 512, 256

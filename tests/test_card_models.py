@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 from card_stand import need_card
-from oracle_data import QUANTISED, TINY, TRAINED, f32_file, figures, host_band, quantised_file, self_divergence, trained_file
+from oracle_data import (
+    QUANTISED,
+    TINY,
+    TRAINED,
+    f32_file,
+    figures,
+    host_band,
+    quantised_file,
+    self_divergence,
+    trained_file,
+)
 from running import evaluate, greedy, joined, rows_of
 
 from bloomery.gpu_worker.card_executor import CardExecutor
