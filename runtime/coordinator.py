@@ -192,6 +192,7 @@ class Daemon:
         executor = self._start_executor(program, plan)
         self._stack.callback(executor.close)
         engine = Engine(executor, tokenizer, template, queue_limit=self._config.queue_limit)
+        engine.prepare()
         self._start_engine(engine)
         facts = model_facts(model, tokenizer, plan, self._config.alias)
         welcome = Welcome(

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+LARGE_VOCABULARY = 20_000
+
 
 class Engine:
     """A request's events go to its sink: from the engine's thread, or, if the request ends before it is admitted, from
@@ -64,6 +66,11 @@ class Engine:
         self._started = time.monotonic()
 
     # Called from any thread.
+
+    def prepare(self) -> None:
+        """Does ahead of time what the first constrained request would hold up other requests with."""
+        if self._tokenizer.vocabulary > LARGE_VOCABULARY:
+            self._tools.constraints.prepare()
 
     def submit(self, request: GenerationRequest, sink: Sink) -> None:
         """Queues a request, or fails it at once. Renders and tokenises the prompt in the calling thread (up to a second

@@ -185,6 +185,17 @@ def mapping() -> FieldType:
     return FieldType("map", read)
 
 
+def schema_value() -> FieldType:
+    """A JSON schema: a map, whose values are not looked into, or a boolean."""
+
+    def read(value: Any, path: str) -> dict[str, Any] | bool:
+        if not isinstance(value, (dict, bool)):
+            refuse(path, "a map or a boolean", value)
+        return value
+
+    return FieldType("map or bool", read)
+
+
 def anything() -> FieldType:
     return FieldType("any", lambda value, path: value)
 

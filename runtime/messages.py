@@ -30,6 +30,7 @@ from bloomery.runtime.field_types import (
     pair,
     record,
     refuse,
+    schema_value,
     text,
     token_array,
 )
@@ -38,6 +39,7 @@ from bloomery.runtime.requests import (
     SAMPLERS,
     Admitted,
     Chunk,
+    Constraint,
     Event,
     Failed,
     Final,
@@ -90,6 +92,16 @@ SAMPLING_SCHEMA = Schema(
         Field("samplers", array(choice(*SAMPLERS), 64), _SAMPLING.samplers),
     ),
 )
+CONSTRAINT_SCHEMA = Schema(
+    "constraint",
+    (
+        Field("grammar", nullable(text()), None),
+        Field("json_schema", nullable(schema_value()), None),
+        Field("regex", nullable(text()), None),
+        Field("lark", nullable(text()), None),
+        Field("triggers", array(text(), 64), ()),
+    ),
+)
 REQUEST_SCHEMA = Schema(
     "REQUEST",
     (
@@ -111,6 +123,8 @@ REQUEST_SCHEMA = Schema(
         Field("context_shift", flag(), False),
         Field("keep", _COUNT, 0),
         Field("discard", _COUNT, 0),
+        Field("constraint", nullable(record(CONSTRAINT_SCHEMA)), None),
+        Field("shown_tokens", token_array(), ()),
         Field("credit", integer(0, 2**31 - 1), DEFAULT_CREDIT),
     ),
 )
@@ -187,7 +201,7 @@ SCHEMAS: dict[Kind, Schema] = {
 }
 
 _PLAIN_REQUEST_FIELDS = tuple(
-    field.name for field in fields(GenerationRequest) if field.name not in ("request_id", "sampling")
+    field.name for field in fields(GenerationRequest) if field.name not in ("request_id", "sampling", "constraint")
 )
 
 
@@ -207,19 +221,27 @@ def request_message(request: GenerationRequest, credit: int = DEFAULT_CREDIT) ->
         default = next(field.default for field in REQUEST_SCHEMA.fields if field.name == name)
         if value != default:
             body[name] = list(value) if isinstance(value, tuple) else value
-    sampling = {
-        field.name: getattr(request.sampling, field.name)
-        for field in fields(SamplingParameters)
-        if getattr(request.sampling, field.name) != field.default
-    }
-    sampling = {name: list(value) if isinstance(value, tuple) else value for name, value in sampling.items()}
+    sampling = _changed(request.sampling)
     if "logit_bias" in sampling:
         sampling["logit_bias"] = [list(entry) for entry in sampling["logit_bias"]]
     if sampling:
         body["sampling"] = sampling
+    if request.constraint:
+        body["constraint"] = _changed(request.constraint)
     if credit != DEFAULT_CREDIT:
         body["credit"] = credit
     return Message(Kind.REQUEST, request.request_id, body)
+
+
+def _changed(values: SamplingParameters | Constraint) -> dict[str, Any]:
+    """The fields that are not at their default, with lists for tuples."""
+    changed = {field.name: getattr(values, field.name) for field in fields(values)}
+    defaults = {field.name: field.default for field in fields(values)}
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in changed.items()
+        if value != defaults[name]
+    }
 
 
 def read_request(message: Message) -> Submission:
@@ -233,6 +255,8 @@ def read_request(message: Message) -> Submission:
     credit = values.pop("credit")
     values["template_variables"] = dict(values["template_variables"])
     values["sampling"] = SamplingParameters(**values["sampling"])
+    if values["constraint"] is not None:
+        values["constraint"] = Constraint(**values["constraint"])
     return Submission(GenerationRequest(request_id=message.request_id, **values), credit)
 
 

@@ -78,12 +78,29 @@ class SamplingParameters:
 
 
 @dataclass(frozen=True)
+class Constraint:
+    """What the answer's text has to be: exactly one of a GBNF `grammar`, a `json_schema`, a `regex` (of the whole text)
+    and a `lark` grammar in llguidance's notation.
+
+    Without `triggers` it holds from the first token on, and the answer ends only where it may end. With `triggers` it
+    holds from the first of these strings on that appears in the text, its first character included.
+    """
+
+    grammar: str | None = None
+    json_schema: dict[str, Any] | bool | None = None
+    regex: str | None = None
+    lark: str | None = None
+    triggers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class GenerationRequest:
     """One request. The prompt is exactly one of: `tokens` as they are; `text` tokenised as the file says
     (`add_special`, `parse_special`); `messages` (OpenAI-style role/content maps) rendered by the file's chat template,
     to which `template_variables` are passed. max_tokens -1: until the end token or the context's end; 0: only the
     prompt is processed.
 
+    `constraint` keeps the text inside a grammar. `shown_tokens` are control tokens whose spelling belongs to the text.
     `score_prompt` returns the log-probability of each prompt token after the first. `logits` "all" returns the raw
     float32 logits after every evaluated token, "generated" only those that tokens were chosen from.
 
@@ -110,6 +127,8 @@ class GenerationRequest:
     context_shift: bool = False
     keep: int = 0
     discard: int = 0
+    constraint: Constraint | None = None
+    shown_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.request_id) == 16

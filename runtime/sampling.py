@@ -92,7 +92,7 @@ class Sampler:
         before = int(np.count_nonzero(values[:drawn] > values[drawn]))
         return int(np.flatnonzero(scores == values[drawn])[drawn - before])
 
-    def logprob(self, logits: Row, token: int, history: NDArray[np.int32]) -> TokenLogprob:
+    def logprob(self, logits: Row, token: int) -> TokenLogprob:
         """Log-probability of `token` and of the `logprobs` most probable ones, in the model's own distribution: softmax
         of the raw logits, before bias, penalties, filters and temperature (as llama-server reports them). With
         `post_sampling_probs`: in the distribution that the last token was drawn from, possible tokens only."""

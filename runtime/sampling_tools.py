@@ -1,10 +1,11 @@
-"""What samplers need of a tokenizer, made once an engine: tokens of DRY's breakers.
+"""What choosing tokens needs of a tokenizer, made once an engine: tokens of DRY's breakers, compiled constraints.
 
 Owns nothing of a request. Made when first asked for, because most requests never do.
 """
 
 from __future__ import annotations
 
+from bloomery.runtime.constraint import ConstraintCompiler
 from bloomery.runtime.dry import BreakerCache
 from bloomery.runtime.tokenizer import Tokenizer
 
@@ -14,3 +15,4 @@ class SamplingTools:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.breakers = BreakerCache(tokenizer)
+        self.constraints = ConstraintCompiler(tokenizer)

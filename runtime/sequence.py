@@ -73,7 +73,8 @@ class Sequence:
             self._ends |= tokenizer.end_tokens
         excluded = tokenizer.end_tokens if request.ignore_eos else frozenset()
         self.sampler = Sampler(request.sampling, excluded, tools.breakers)
-        self._detokenizer = Detokenizer(tokenizer)
+        self._constraint = tools.constraints.start(request.constraint) if request.constraint else None
+        self._detokenizer = Detokenizer(tokenizer, shown=frozenset(request.shown_tokens))
         self._stops = StopStrings(request.stop)
         self._all_rows = request.score_prompt or request.logits == "all"
         self.slot: Slot | None = None
@@ -160,9 +161,8 @@ class Sequence:
     def _generate(
         self, logits: NDArray[np.float32], greedy: int, scores: tuple[float, ...], rows: NDArray[np.float32] | None
     ) -> Iterator[Event]:
-        history = self.tokens[: self.length]
-        token = self.sampler.choose(logits, greedy, history)
-        logprobs = (self.sampler.logprob(logits, token, history),) if self.request.sampling.logprobs else ()
+        token = self._choose(logits, greedy)
+        logprobs = (self.sampler.logprob(logits, token),) if self.request.sampling.logprobs else ()
         self.tokens[self.length] = token
         self.length += 1
         reason: FinishReason | None = None
@@ -170,6 +170,8 @@ class Sequence:
             text, reason = "", "stop"
         else:
             text = self._stops.push(self._detokenizer.push(token))
+            if self._constraint and self._constraint.finished and self.request.ignore_eos:
+                reason = "stop"  # it can only end here, by a token that is excluded
         if not reason and not self._stops.found and self.generated == self._limit:
             reason = self._limit_reason
         if reason:
@@ -192,6 +194,18 @@ class Sequence:
         self.length -= discard
         self.shifted += discard
         self.slot.count = min(self.slot.count, keep)
+
+    def _choose(self, logits: NDArray[np.float32], greedy: int) -> int:
+        """The next token. As in llama.cpp, one is chosen freely first, and again among the allowed ones if the
+        constraint refuses it: a random number more, and no mask for all the tokens that need none."""
+        history = self.tokens[: self.length]
+        token = self.sampler.choose(logits, greedy, history)
+        if self._constraint:
+            if not self._constraint.allows(token):
+                allowed = self._constraint.masked(logits)
+                token = self.sampler.choose(allowed, int(allowed.argmax()), history)
+            self._constraint.accept(token)
+        return token
 
     def _rest(self) -> str:
         """The text still held back: an incomplete character, the beginning of a stop string that did not come."""
@@ -234,8 +248,9 @@ def check_request(request: GenerationRequest, vocabulary: int, slots: int) -> No
     for stop in check_list("stop", request.stop):
         if not isinstance(stop, str) or not stop:
             raise invalid("stop", stop, "strings that are not empty")
-    for token in check_list("stop_tokens", request.stop_tokens):
-        check_integer("stop_tokens", token, 0, vocabulary - 1)
+    for field in ("stop_tokens", "shown_tokens"):
+        for token in check_list(field, getattr(request, field)):
+            check_integer(field, token, 0, vocabulary - 1)
     if request.slot is not None:
         check_integer("slot", request.slot, 0, slots - 1)
     if request.context_shift and (request.score_prompt or request.logits != "none"):

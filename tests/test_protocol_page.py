@@ -30,6 +30,7 @@ SCHEMAS: dict[str, Schema] = {
         schema.name: schema
         for schema in (
             messages.SAMPLING_SCHEMA,
+            messages.CONSTRAINT_SCHEMA,
             messages.LOGPROB_SCHEMA,
             messages.ARRAY_SCHEMA,
             facts.MODEL_SCHEMA,

@@ -22,19 +22,27 @@ class Detokenizer:
     the same arguments. Bytes that no continuation can make a character become U+FFFD as soon as that is certain, an
     incomplete character waits for the next token.
 
-    `special` shows control tokens' texts. `continuation` (default here): the tokens follow others, e.g. a prompt, so
-    the space that a SentencePiece vocabulary puts before a text's first word belongs to the text.
+    `special` shows control tokens' texts, `shown` those of some of them. `continuation` (default here): the tokens
+    follow others, e.g. a prompt, so the space that a SentencePiece vocabulary puts before a text's first word belongs
+    to the text.
     """
 
-    def __init__(self, tokenizer: Pieces, special: bool = False, *, continuation: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Pieces,
+        special: bool = False,
+        *,
+        continuation: bool = True,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
         self._tokenizer = tokenizer
-        self._special = special
+        self._special, self._shown = special, shown
         self._drop_space = tokenizer.add_space_prefix and not continuation
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
         """The whole characters that `token` completes; may be empty."""
-        piece = self._tokenizer.piece(token, special=self._special)
+        piece = self._tokenizer.piece(token, special=self._special or token in self._shown)
         if self._drop_space:  # of the first token only, even if that shows nothing
             self._drop_space = False
             piece = piece.removeprefix(b" ")

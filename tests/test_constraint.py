@@ -1,0 +1,506 @@
+"""Constraints: GBNF, JSON schemas, regular expressions and triggers, on masks and on generated text.
+
+What is generated under a constraint is checked by other means: json.loads and a small schema check, Python's re, and
+llama.cpp's rules written as Python. Planted once and seen to fail: masks shifted by one token; end tokens always or
+never allowed; the freely chosen token taken unasked; tokens not told to the constraint; triggers that include no text
+of the token they end in; `finished` ignored with ignore_eos; GBNF classes not negated, repetitions without a bound.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from engine_client import Client, exhaust
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle_data import trained_file
+
+from bloomery.runtime.architectures import build_program
+from bloomery.runtime.constraint import ConstraintCompiler, TokenConstraint
+from bloomery.runtime.engine import Engine
+from bloomery.runtime.errors import RequestError
+from bloomery.runtime.gbnf import lark_grammar
+from bloomery.runtime.host_pool import HostPool
+from bloomery.runtime.json_schema import enforceable
+from bloomery.runtime.model_file import ModelFile
+from bloomery.runtime.requests import Chunk, Constraint, GenerationRequest, SamplingParameters
+from bloomery.runtime.tokenizer import Tokenizer
+
+GREEDY = SamplingParameters(temperature=0.0)
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["red", "blue", "green"]}, "minItems": 1, "maxItems": 3},
+        "ok": {"type": ["boolean", "null"]},
+    },
+    "required": ["name", "age", "tags", "ok"],
+    "additionalProperties": False,
+}
+JSON_GBNF = r"""
+root   ::= object
+value  ::= object | array | string | number | ("true" | "false" | "null") ws
+object ::= "{" ws ( string ":" ws value ("," ws string ":" ws value)* )? "}" ws
+array  ::= "[" ws ( value ("," ws value)* )? "]" ws
+string ::= "\"" ( [^"\\\x7F\x00-\x1F] | "\\" (["\\bfnrt] | "u" [0-9a-fA-F]{4}) )* "\"" ws
+number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ([eE] [-+]? [0-9] [1-9]{0,15})? ws
+# optional space
+ws ::= | " " | "\n" [ \t]{0,20}
+"""
+
+
+class Parts(NamedTuple):
+    tokenizer: Tokenizer
+    executor: HostPool
+    compiler: ConstraintCompiler
+
+    def client(self) -> Client:
+        return Client(Engine(self.executor, self.tokenizer, None))
+
+
+@pytest.fixture(scope="module")
+def parts() -> Iterator[Parts]:
+    path = trained_file("tiny-qwen3moe-Q4_K_M")
+    with ModelFile.open(path) as model:
+        program = build_program(model)
+        tokenizer = Tokenizer.from_model_file(model)
+        pool = HostPool.start(str(path), program, context=256, slots=4, processes=1, prompt_block=64, cache_type="f16")
+        try:
+            yield Parts(tokenizer, pool, ConstraintCompiler(tokenizer))
+        finally:
+            pool.close()
+
+
+def accepts(parts: Parts, constraint: Constraint, text: str) -> bool:
+    """Whether the text, token by token, may be said and may end."""
+    state = parts.compiler.start(constraint)
+    for token in parts.tokenizer.encode(text, add_special=False, parse_special=False):
+        if not state.allows(token):
+            return False
+        state.accept(token)
+    return state.allows(min(parts.tokenizer.end_tokens))
+
+
+class Outcome(NamedTuple):
+    text: str
+    tokens: list[int]
+    reason: str
+    cached: int
+
+
+def run(parts: Parts, *requests: dict[str, Any], client: Client | None = None) -> list[Outcome]:
+    client = client or parts.client()
+    ids = []
+    for fields in requests:
+        request_id = len(client.events).to_bytes(16, "big")
+        values = {"text": "Once upon a time", "max_tokens": 120, **fields}
+        client.submit_request(GenerationRequest(request_id, **values))
+        ids.append(request_id)
+    exhaust(client)
+    return [outcome(client, request_id) for request_id in ids]
+
+
+def outcome(client: Client, request_id: bytes) -> Outcome:
+    final = client.final(request_id)
+    text = "".join(event.text for event in client.events[request_id] if isinstance(event, Chunk))
+    return Outcome(text, client.tokens(request_id), final.reason, final.cached_tokens)
+
+
+def refused(constraint: Constraint, compiler: ConstraintCompiler) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        compiler.start(constraint)
+    assert caught.value.code == "invalid_request"
+    return caught.value
+
+
+# What is generated.
+
+
+def is_person(value: Any) -> bool:
+    return (
+        list(value) == ["name", "age", "tags", "ok"]
+        and isinstance(value["name"], str)
+        and len(value["name"]) <= 12
+        and type(value["age"]) is int
+        and 0 <= value["age"] <= 150
+        and 1 <= len(value["tags"]) <= 3
+        and set(value["tags"]) <= {"red", "blue", "green"}
+        and value["ok"] in (True, False, None)
+    )
+
+
+def test_fifty_seeds_give_fifty_valid_answers(parts: Parts) -> None:
+    """Also with a high temperature, at which the model alone says anything but JSON."""
+    constraint = Constraint(json_schema=PERSON)
+    requests = [
+        {"constraint": constraint, "max_tokens": 230, "sampling": SamplingParameters(seed=seed, temperature=heat)}
+        for seed, heat in enumerate([0.8, 1.5] * 25)
+    ]
+    outcomes = run(parts, *requests)
+    assert all(answer.reason == "stop" for answer in outcomes), "an end token ended it, not the limit"
+    values = [json.loads(answer.text) for answer in outcomes]
+    assert all(map(is_person, values))
+    assert len({answer.text for answer in outcomes}) > 45, "the seeds matter"
+    alone = [{**request, "constraint": None} for request in requests[:4]]
+    for answer in run(parts, *alone):
+        with pytest.raises(ValueError, match="Expecting value"):
+            json.loads(answer.text)
+
+
+def test_every_seed_matches_regex_and_grammars(parts: Parts) -> None:
+    forms = {
+        r"[a-f]{3}-\d{2,4}(x|yz)?": Constraint(regex=r"[a-f]{3}-[0-9]{2,4}(x|yz)?"),
+        r"(cat|dog)( and (cat|dog)){0,3}\.": Constraint(
+            grammar='root ::= pet (" and " pet){0,3} "."\npet ::= "cat" | "dog"'
+        ),
+        r"é{1,3}ü": Constraint(lark="start: /é{1,3}ü/"),
+        r"[A-Z]b": Constraint(grammar='%llguidance {"no_forcing": false}\nstart: /[A-Z]/ "b"'),
+    }
+    for pattern, constraint in forms.items():
+        samplings = [SamplingParameters(seed=seed, temperature=2.0) for seed in range(8)] + [GREEDY]
+        for answer in run(parts, *({"constraint": constraint, "sampling": sampling} for sampling in samplings)):
+            assert answer.reason == "stop" and re.fullmatch(pattern, answer.text), answer.text
+
+
+def test_recursive_gbnf_gives_json(parts: Parts) -> None:
+    """The limit may cut an answer short; what is there is a beginning, what ended is whole."""
+    requests = [
+        {"constraint": Constraint(grammar=JSON_GBNF), "sampling": SamplingParameters(seed=seed)} for seed in range(12)
+    ]
+    ended = [answer for answer in run(parts, *requests) if answer.reason == "stop"]
+    assert ended
+    for answer in ended:
+        assert isinstance(json.loads(answer.text), dict)
+
+
+def test_greedy_takes_the_best_allowed_token(parts: Parts) -> None:
+    constraint = Constraint(regex="(the|a) [a-z]{1,8}")
+    answer = run(parts, {"constraint": constraint, "sampling": GREEDY, "logits": "generated", "max_tokens": 20})[0]
+    assert re.fullmatch("(the|a) [a-z]{1,8}", answer.text)
+    client = parts.client()
+    request = GenerationRequest(
+        bytes(16), text="Once upon a time", constraint=constraint, sampling=GREEDY, logits="generated", max_tokens=20
+    )
+    client.submit_request(request)
+    exhaust(client)
+    rows = [event.logits for event in client.events[bytes(16)] if isinstance(event, Chunk) and event.logits is not None]
+    state = parts.compiler.start(constraint)
+    for token, row in zip(client.tokens(bytes(16)), np.concatenate(rows), strict=True):
+        assert token == int(state.masked(row).argmax())
+        state.accept(token)
+
+
+def test_a_constraint_that_is_met_anyway_changes_nothing(parts: Parts) -> None:
+    for sampling in (GREEDY, SamplingParameters(seed=5)):
+        free = run(parts, {"sampling": sampling, "max_tokens": 30})[0]
+        bound = run(parts, {"sampling": sampling, "max_tokens": 30, "constraint": Constraint(regex="(?s:.*)")})[0]
+        assert bound.tokens == free.tokens
+
+
+def test_requests_beside_a_constrained_one_are_not_touched(parts: Parts) -> None:
+    plain = [{"sampling": SamplingParameters(seed=seed), "max_tokens": 40} for seed in range(3)]
+    alone = [run(parts, request)[0].tokens for request in plain]
+    bound = {"constraint": Constraint(json_schema=PERSON), "sampling": SamplingParameters(seed=1)}
+    beside = run(parts, plain[0], bound, plain[1], plain[2])
+    assert [beside[index].tokens for index in (0, 2, 3)] == alone
+
+
+def test_prefix_reuse_and_constraints(parts: Parts) -> None:
+    client = parts.client()
+    text = "The old blacksmith opened the door of the forge and looked at the iron that lay in the fire."
+    request = {"text": text, "constraint": Constraint(json_schema=PERSON), "sampling": SamplingParameters(seed=3)}
+    first = run(parts, request, client=client)[0]
+    again = run(parts, request, client=client)[0]
+    assert again.cached > 10 and again.tokens == first.tokens
+
+
+def test_stop_strings_end_it_anywhere(parts: Parts) -> None:
+    answer = run(parts, {"constraint": Constraint(json_schema=PERSON), "stop": ('"age"',), "sampling": GREEDY})[0]
+    assert answer.reason == "stop" and re.fullmatch(r'\{\s*"name":[^}]*,\s*', answer.text)
+
+
+def test_abort_and_limit(parts: Parts) -> None:
+    client = parts.client()
+    constraint = Constraint(json_schema=PERSON)
+    client.submit_request(GenerationRequest(bytes(16), text="x", constraint=constraint, sampling=GREEDY))
+    for _ in range(5):
+        client.engine.turn()
+    client.abort(bytes(16))
+    exhaust(client)
+    assert client.final(bytes(16)).reason == "aborted" and outcome(client, bytes(16)).text.startswith("{")
+    assert run(parts, {"constraint": constraint, "max_tokens": 3, "sampling": GREEDY})[0].reason == "length"
+
+
+def test_ignore_eos_ends_where_nothing_can_follow(parts: Parts) -> None:
+    answer = run(parts, {"constraint": Constraint(regex="[ab]{5}"), "ignore_eos": True, "sampling": GREEDY})[0]
+    assert answer.reason == "stop" and re.fullmatch("[ab]{5}", answer.text)
+    assert not set(answer.tokens) & parts.tokenizer.end_tokens
+
+
+def test_bias_applies_and_a_dead_end_is_an_error(parts: Parts) -> None:
+    token = parts.tokenizer.encode("b", add_special=False)[0]
+    sampling = SamplingParameters(temperature=0.0, logit_bias=((token, 1000.0),))
+    assert run(parts, {"constraint": Constraint(regex="[ab]"), "sampling": sampling})[0].text == "b"
+    client = parts.client()
+    biases = tuple((token, -np.inf) for token in range(parts.tokenizer.vocabulary) if token != 5000)
+    request = GenerationRequest(
+        bytes(16), text="x", constraint=Constraint(regex="[ab]"), sampling=SamplingParameters(logit_bias=biases)
+    )
+    client.submit_request(request)
+    exhaust(client)
+    assert client.failure(bytes(16)).code == "invalid_request"
+
+
+def test_triggers_wake_the_constraint(parts: Parts) -> None:
+    """The text before is free; from the trigger on it is the grammar's, whatever token the trigger came in."""
+    tokenizer = parts.tokenizer
+    for trigger, before in (("<call>", "I will <"), (" the", "Say"), ("\u00e9", "caf")):
+        state = parts.compiler.start(Constraint(regex=re.escape(trigger) + "[0-9]{3}", triggers=("never", trigger)))
+        whole = before + trigger[before.endswith("<") :]
+        tokens = tokenizer.encode(whole, add_special=False)
+        for place, token in enumerate(tokens):
+            assert state.allows(token) and not state.active, (whole, place)
+            state.accept(token)
+        assert state.active
+        for digit in "123":
+            token = tokenizer.encode(digit, add_special=False)[0]
+            letter = tokenizer.encode("q", add_special=False)[0]
+            assert state.allows(token) and not state.allows(letter)
+            state.accept(token)
+        assert state.finished and state.allows(min(tokenizer.end_tokens))
+
+
+def test_a_text_past_the_trigger_that_does_not_fit_leaves_it_asleep(parts: Parts) -> None:
+    state = parts.compiler.start(Constraint(regex="aX+", triggers=("a",)))
+    for token in parts.tokenizer.encode("cab", add_special=False):
+        state.accept(token)
+    fits = [token for token in range(parts.tokenizer.vocabulary) if parts.tokenizer.piece(token) == b"X"]
+    single = next(token for token in range(parts.tokenizer.vocabulary) if parts.tokenizer.piece(token) == b"a")
+    if not state.active:
+        state.accept(single)
+    assert state.active and state.allows(fits[0])
+
+
+# Masks.
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**31))
+def test_single_checks_agree_with_masks(parts: Parts, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    constraint = [
+        Constraint(json_schema=PERSON),
+        Constraint(grammar=JSON_GBNF),
+        Constraint(regex="([a-e]{1,3} ){2}(é|ü)+"),
+    ][seed % 3]
+    state = parts.compiler.start(constraint)
+    logits = generator.normal(size=parts.tokenizer.vocabulary).astype(np.float32)
+    for _ in range(12):
+        mask = state.masked(logits) > -np.inf
+        assert [state.allows(token) for token in range(0, len(logits), 7)] == mask[::7].tolist()
+        for token in parts.tokenizer.end_tokens:
+            assert state.allows(token) == mask[token]
+        choices = [int(token) for token in np.flatnonzero(mask) if token not in parts.tokenizer.end_tokens]
+        if not choices:
+            assert state.finished
+            return
+        state.accept(choices[int(generator.integers(len(choices)))])
+
+
+GRAMMARS: list[tuple[str, list[str], list[str]]] = [
+    ('root ::= [a-z]* "x"', ["x", "abcx", "xx"], ["", "abc", "Ax"]),
+    ('root ::= "a"?', ["", "a"], ["aa"]),
+    ('root ::= "(" root ")" | [a-z/\\"]+', ["a", '((a/"))'], ["(a", "()", "A"]),
+    ("root ::= . .", ["\né", "ab"], ["a", "abc"]),
+    ('root ::= [^\\n\\]] "\\U0001F600" "\\x41\\u00e9"', ["x😀Aé"], ["]😀Aé", "\n😀Aé"]),
+    ('root ::= "a"{2} "b"{1,2} "c"{2,} "d"{,1}', ["aabcc", "aabbcccd"], ["abcc", "aabbbcc", "aabc", "aabccdd"]),
+    ('root ::= a | # one\n  b\na ::= (\n  "x"\n  "y" )\nb ::= [0-9-]', ["xy", "5", "-"], ["x", "y"]),
+    ('root ::= (("ab" | "a") "b")+ ""', ["ab", "abb", "abab"], ["a", "b"]),
+]
+
+
+@pytest.mark.parametrize("source, good, bad", GRAMMARS, ids=lambda value: str(value)[:30])
+def test_gbnf_means_what_it_says(parts: Parts, source: str, good: list[str], bad: list[str]) -> None:
+    constraint = Constraint(grammar=source)
+    assert [text for text in good if not accepts(parts, constraint, text)] == []
+    assert [text for text in bad if accepts(parts, constraint, text)] == []
+
+
+BAD_GRAMMARS = [
+    ("root ::= x", "line 1, column 10: there is no rule named 'x'"),
+    ('top ::= "a"', "there is no rule named 'root'"),
+    ('root ::= "a"\n\nroot ::= "b"', "line 3, column 1: the rule 'root' is given twice"),
+    ("root := 1", "line 1, column 6: expected '::='"),
+    ('root ::= "a', "line ends inside a literal"),
+    ("root ::= [b-a]", "a range ends before it begins"),
+    ("root ::= []", "matches nothing"),
+    ("root ::= *", "'*' has nothing to repeat"),
+    ('root ::= ("a"', "expected ')'"),
+    ('root ::= "a" )', "expected the end of the rule"),
+    ('root ::= "a"{3,1}', "second number not less"),
+    ('root ::= "a"{9999999999999}', "at most 2000"),
+    ('root ::= "a"{x}', "expected {n}"),
+    ('root ::= "\\q"', "unknown escape sequence \\q"),
+    ('root ::= "\\ud800"', "is no character"),
+    ("root ::= <[5]>", "token references are not supported"),
+    ("root ::= " + "(" * 200 + '"a"' + ")" * 200, "nested more than 100 deep"),
+    ("root ::= root", "no text satisfies"),
+    ('root ::= "a" b\nb ::= "c" root | b', "no text satisfies"),
+]
+
+
+@pytest.mark.parametrize("source, message", BAD_GRAMMARS, ids=lambda value: str(value)[:30])
+def test_bad_gbnf_is_refused_with_its_place(parts: Parts, source: str, message: str) -> None:
+    error = refused(Constraint(grammar=source), parts.compiler)
+    assert message in error.message and error.details["field"] == "grammar"
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(alphabet='root :=()[]"|*+?{},.\\-^a1\n#', max_size=40))
+def test_no_text_breaks_the_gbnf_reader(text: str) -> None:
+    for source in (text, "root ::= " + text):
+        try:
+            lark_grammar(source)
+        except RequestError as error:
+            assert error.code == "invalid_request"
+
+
+REFUSED: list[tuple[Any, str]] = [
+    (False, "schema is false"),
+    ({"type": "foo"}, "Invalid type: foo"),
+    ({"not": {"type": "string"}}, 'Unimplemented keys: ["not"]'),
+    ({"if": {}, "then": {}}, "Unimplemented keys"),
+    ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+    ({"type": "array", "contains": {}}, "contains"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+    ({"$ref": "#/nope"}, "/nope"),
+    ({"$ref": "http://localhost/x"}, "http://localhost/x"),
+    ({"enum": []}, "anyOf is empty"),
+    ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum (5) is greater than maximum (3)"),
+    ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+    ({"type": "string", "pattern": "^a{3}$", "maxLength": 2}, "Unsatisfiable"),
+    ({"type": "string", "format": "hostnamex"}, "Unknown format: hostnamex"),
+    (
+        {"type": "object", "properties": {"a": {"contentEncoding": "base64"}}},
+        "json_schema.properties.a.contentEncoding",
+    ),
+    ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "incompatible types"),
+    ({"type": "object", "required": ["a"], "additionalProperties": False}, "required property 'a'"),
+    ({"type": "object", "minProperties": 2, "properties": {"a": {}}}, "minProperties"),
+]
+
+
+@pytest.mark.parametrize("schema, message", REFUSED, ids=lambda value: str(value)[:40])
+def test_schemas_that_cannot_be_enforced_are_refused(parts: Parts, schema: Any, message: str) -> None:
+    error = refused(Constraint(json_schema=schema), parts.compiler)
+    assert message in error.message or ("axProperties" in error.message and "minP" in message)
+    assert error.details["field"] == "json_schema"
+
+
+SCHEMAS: list[tuple[Any, list[str], list[str]]] = [
+    ({}, ["1", '[1, {"a": null}]', '"x"'], ["x", "[1,]", "[1,   2]"]),
+    ({"type": "array", "uniqueItems": False, "items": {"type": "integer"}}, ["[1,1]", "[]"], ['["a"]']),
+    ({"oneOf": [{"const": 1}, {"const": "b"}]}, ["1", '"b"'], ["2"]),
+    ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, ["12", '"b"'], ["null"]),
+    ({"const": {"oneOf": [1]}}, ['{"oneOf": [1]}'], ["1"]),
+    (
+        {"properties": {"default": {"type": "integer"}}, "required": ["default"]},
+        ['{"default": 1}'],
+        ['{"default": "a"}'],
+    ),
+    (
+        {
+            "$defs": {
+                "cat": {"type": "object", "properties": {"kind": {"const": "cat"}}, "required": ["kind"]},
+                "dog": {"type": "object", "properties": {"kind": {"const": "dog"}}, "required": ["kind"]},
+            },
+            "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}],
+        },
+        ['{"kind": "cat"}', '{"kind": "dog"}'],
+        ['{"kind": "cow"}', "{}"],
+    ),
+    (
+        {
+            "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}},
+            "$ref": "#/$defs/node",
+        },
+        ["{}", '{"next": {"next": {}}}'],
+        ['{"next": 1}'],
+    ),
+]
+
+
+@pytest.mark.parametrize("schema, good, bad", SCHEMAS, ids=lambda value: str(value)[:40])
+def test_schemas_mean_what_they_say(parts: Parts, schema: Any, good: list[str], bad: list[str]) -> None:
+    constraint = Constraint(json_schema=schema)
+    assert [text for text in good if not accepts(parts, constraint, text)] == []
+    assert [text for text in bad if accepts(parts, constraint, text)] == []
+
+
+def test_one_of_stays_where_alternatives_overlap() -> None:
+    overlapping = [
+        [{"type": "integer"}, {"type": "number"}],
+        [{"enum": [1, 2]}, {"enum": [2, 3]}],
+        [{"type": "object", "properties": {"a": {"const": 1}}}, {"type": "object", "properties": {"a": {"const": 2}}}],
+        [{}, {"type": "string"}],
+        [{"type": "string", "maxLength": 3}, {"type": "string", "minLength": 5}],
+    ]
+    for alternatives in overlapping:
+        assert "oneOf" in enforceable({"oneOf": alternatives})
+    deep: Any = {}
+    for _ in range(100):
+        deep = {"items": deep}
+    with pytest.raises(RequestError, match="nested more than 64"):
+        enforceable(deep)
+
+
+@pytest.mark.parametrize(
+    "constraint, message",
+    [
+        (Constraint(), "one of grammar, json_schema, regex and lark, found none"),
+        (Constraint(regex="a", grammar="b"), "found grammar, regex"),
+        (Constraint(regex=" "), "regex must be a text that is not empty"),
+        (Constraint(regex="(a"), "regex: "),
+        (Constraint(lark="start: nothing"), "lark: "),
+        (Constraint(lark="start: @"), "lark: "),
+        (Constraint(lark="start: start"), "lark: no text satisfies it"),
+        (Constraint(lark="%llguidance 5\nstart: /a/"), "lark: %llguidance needs a JSON object"),
+    ],
+)
+def test_other_mistakes_are_named(parts: Parts, constraint: Constraint, message: str) -> None:
+    assert message in refused(constraint, parts.compiler).message
+
+
+def test_a_grammar_that_forces_an_endless_text_is_cut_by_the_limit(parts: Parts) -> None:
+    """Lexemes go as far as they can: after (ab)+ the text "ac" never has its turn."""
+    endless = Constraint(lark='start: /(ab)+/ "ac"')
+    answer = run(parts, {"constraint": endless, "max_tokens": 12, "sampling": GREEDY})[0]
+    assert answer.reason == "length" and re.fullmatch("(ab)+a?", answer.text)
+
+
+def test_a_bad_constraint_fails_the_request_at_once(parts: Parts) -> None:
+    client = parts.client()
+    client.submit_request(GenerationRequest(bytes(16), text="x", constraint=Constraint(json_schema={"not": {}})))
+    failed = client.failure(bytes(16))
+    assert failed.code == "invalid_request" and "not" in failed.message and failed.details["field"] == "json_schema"
+
+
+def test_compiled_constraints_are_remembered_and_apart(parts: Parts) -> None:
+    constraint = Constraint(json_schema={**PERSON, "description": "seen once"})
+    first, second = parts.compiler.start(constraint), parts.compiler.start(constraint)
+    token = parts.tokenizer.encode("{", add_special=False)[0]
+    first.accept(token)
+    assert second.allows(token) and not first.allows(token)
+    times = []
+    for _ in range(20):
+        begun = time.perf_counter()
+        assert isinstance(parts.compiler.start(constraint), TokenConstraint)
+        times.append(time.perf_counter() - begun)
+    assert min(times) < 2e-3
