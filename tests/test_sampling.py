@@ -279,7 +279,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     logits[[7, 70]] = logits.max() + 1
     expected = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum())
     sampler = Sampler(replace(OFF, logprobs=5, logit_bias=((7, -math.inf),), temperature=3.0))
-    scored = sampler.logprob(logits, 100, np.empty(0, np.int32))
+    scored = sampler.logprob(logits, 100)
     best = np.lexsort((np.arange(999), -logits))[:5]
     assert best[:2].tolist() == [7, 70]
     assert scored.token == 100 and scored.logprob == pytest.approx(expected[100], abs=1e-6)
@@ -365,7 +365,7 @@ def test_a_large_vocabulary_takes_well_under_two_milliseconds(changes: dict[str,
         begun = time.perf_counter()
         token = choose(sampler, logits, history)
         if sampler.parameters.logprobs:
-            sampler.logprob(logits, token, np.empty(0, np.int32))
+            sampler.logprob(logits, token)
         times.append(time.perf_counter() - begun)
     print(f"{changes}: {min(times) * 1e3:.3f} ms at best, {sorted(times)[7] * 1e3:.3f} ms at the median")
     assert min(times) < 2e-3
