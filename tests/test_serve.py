@@ -8,6 +8,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,20 @@ def test_progress_comes_first(server: Serving) -> None:
     assert reports[0]["processed"] == reports[0]["cache"] == 0
     assert reports[-1]["processed"] == reports[-1]["total"] == chunks[-1]["tokens_evaluated"]
     assert "prompt_progress" not in chunks[-1]
+
+
+def test_templates_are_told_about_thinking_and_the_date() -> None:
+    template = "{{ enable_thinking }} {{ date_string }} {{ extra }} {% for m in messages %}{{ m.content }}{% endfor %}"
+    arguments = ("--chat-template", template, "--chat-template-kwargs", '{"extra": "given"}', "-np", "1", "-c", "256")
+    with serving(*DEMO, *arguments) as server:
+        asked: dict[str, Any] = {"messages": [{"role": "user", "content": "now?"}]}
+        today = datetime.now().strftime("%d %b %Y")
+        assert server.post("/apply-template", asked).json["prompt"] == f"True {today} given now?"
+        own = asked | {"chat_template_kwargs": {"enable_thinking": False, "extra": "mine"}}
+        assert server.post("/apply-template", own).json["prompt"] == f"False {today} mine now?"
+        assert server.post("/apply-template", asked | {"reasoning_effort": "none"}).json["prompt"].startswith("False")
+        wrong = asked | {"chat_template_kwargs": {"enable_thinking": "no"}}
+        assert server.post("/apply-template", wrong).status == 400
 
 
 # ---- errors ----

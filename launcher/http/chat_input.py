@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from bloomery.launcher.http.backend import Backend
@@ -118,13 +119,20 @@ def template_variables(settings: ServerSettings, body: dict[str, Any], tools: li
         variables.pop("reasoning_effort", None)
     elif effort:
         variables["reasoning_effort"] = effort
-    if settings.reasoning == "off":
-        variables.setdefault("enable_thinking", False)
-    elif settings.reasoning == "on":
-        variables.setdefault("enable_thinking", True)
+    variables.setdefault("enable_thinking", settings.reasoning != "off")
     if tools:
         variables["tools"] = tools
-    return variables
+    return {**_older_names(tools), **variables}
+
+
+def _older_names(tools: list[Any]) -> dict[str, Any]:
+    """Names by which templates from before `strftime_now` and `tools` ask for the date and the tools."""
+    now = datetime.now()
+    return {
+        "date_string": now.strftime("%d %b %Y"),
+        "datetime": now.strftime("%b %d %Y %H:%M:%S"),
+        "functions": json.dumps(tools, indent=2, ensure_ascii=False) if tools else "",
+    }
 
 
 async def read_conversation(backend: Backend, settings: ServerSettings, body: dict[str, Any]) -> Conversation:
