@@ -135,7 +135,13 @@ def _add_chat_flags(group: argparse._ArgumentGroup) -> None:
         default=True,
         help="continue a last message of the assistant (default on)",
     )
-    group.add_argument("--embedding", "--embeddings", action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--embedding", "--embeddings", action="store_true", help="answer /v1/embeddings and /embedding")
+    group.add_argument(
+        "--pooling",
+        default="mean",
+        choices=("none", "mean", "cls", "last"),
+        help="how embeddings are made (default mean)",
+    )
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -185,6 +191,7 @@ def settings_of(args: argparse.Namespace) -> ServerSettings:
         verbose=args.verbose,
         context_shift=args.context_shift,
         embeddings=args.embedding,
+        pooling=args.pooling,
         cors_origins=args.cors_origins,
         json_log=args.json_log,
     )

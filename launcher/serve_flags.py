@@ -53,7 +53,6 @@ _WITH_VALUE = [
     "-cram",
     "--grp-attn-n",
     "--grp-attn-w",
-    "--pooling",
     "-ctxcp",
     "--ctx-checkpoints",
     "--cache-reuse",

@@ -253,10 +253,11 @@ class Engine:
         first = 0
         for (sequence, rows), outs in zip(parts, out_rows, strict=True):
             logits, greedy = result.logits[first : first + outs], result.greedy[first : first + outs]
+            hidden = None if result.hidden is None else result.hidden[first : first + outs]
             first += outs
             self._counters.prompt_tokens += min(rows, sequence.prompt_left)
             before = sequence.generated
-            self._deliver(sequence, sequence.accept(rows, logits, greedy))
+            self._deliver(sequence, sequence.accept(rows, logits, greedy, hidden))
             self._counters.generated_tokens += sequence.generated - before
         return True
 

@@ -27,11 +27,13 @@ class StepRows:
 
 @dataclass(frozen=True)
 class StepResult:
-    """logits (float32, O x V) and greedy tokens (int32, O): views that are valid until the next step."""
+    """logits (float32, O x V), greedy tokens (int32, O) and the rows that the logits were made of (float32, O x width;
+    None if the program's last op is no plain product): views that are valid until the next step."""
 
     logits: NDArray[np.float32]
     greedy: NDArray[np.int32]
     seconds: float
+    hidden: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)

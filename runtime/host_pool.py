@@ -67,6 +67,8 @@ class HostPool:
         self._waiter = FutexWaiter(self._control.bell_address, _WATCH_SECONDS)
         self._logits = arena.buffer(program.logits)
         self._greedy = arena.buffer(program.argmax)[:, 0]
+        view = program.hidden
+        self._hidden = None if view is None else arena.buffer(view.buffer)[:, view.start : view.end]
         self._fence = threading.Lock()
         self._turn = threading.Lock()
         self._closed = False
@@ -163,7 +165,8 @@ class HostPool:
         self._seconds_last = seconds
         self._seconds_total += seconds
         wanted = len(rows.out_rows)
-        return StepResult(self._logits[:wanted], self._greedy[:wanted], seconds)
+        hidden = None if self._hidden is None else self._hidden[:wanted]
+        return StepResult(self._logits[:wanted], self._greedy[:wanted], seconds, hidden)
 
     def abort(self) -> None:
         running = self._running

@@ -34,6 +34,7 @@ from bloomery.runtime.field_types import (
     text,
     token_array,
 )
+from bloomery.runtime.pooling import POOLINGS
 from bloomery.runtime.protocol import Frame, Kind, Message
 from bloomery.runtime.requests import (
     SAMPLERS,
@@ -120,6 +121,7 @@ REQUEST_SCHEMA = Schema(
         Field("score_prompt", flag(), False),
         Field("logits", choice("none", "generated", "all"), "none"),
         Field("slot", nullable(_COUNT), None),
+        Field("embeddings", choice(*POOLINGS), "none"),
         Field("context_shift", flag(), False),
         Field("keep", _COUNT, 0),
         Field("discard", _COUNT, 0),

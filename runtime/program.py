@@ -320,6 +320,14 @@ class Program:
     argmax: str = "argmax"
     engram: EngramHash | None = None
 
+    @property
+    def hidden(self) -> View | None:
+        """What the logits are a product of (the final norm's output, O rows); None if they are made in another way."""
+        for op in self.ops:
+            if isinstance(op, MatMul) and [view.buffer for view in op.outs] == [self.logits]:
+                return op.x
+        return None
+
     def __post_init__(self) -> None:
         written: set[str] = set()
         for op in self.ops:

@@ -198,7 +198,10 @@ class ReferenceExecutor:
         seconds = time.perf_counter() - started
         self._steps, self._rows, self._seconds = self._steps + 1, self._rows + len(rows.tokens), self._seconds + seconds
         logits = self._buffers[self.program.logits].astype(np.float32, copy=False)
-        return StepResult(logits, self._buffers[self.program.argmax][:, 0], seconds)
+        view = self.program.hidden
+        hidden = None if view is None else self._buffers[view.buffer][:, view.start : view.end]
+        rows_made_of = None if hidden is None else hidden.astype(np.float32, copy=False)
+        return StepResult(logits, self._buffers[self.program.argmax][:, 0], seconds, rows_made_of)
 
     def abort(self) -> None:
         with self._lock:

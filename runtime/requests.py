@@ -12,6 +12,8 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from bloomery.runtime.pooling import Pooling
+
 FinishReason: TypeAlias = Literal["stop", "length", "context", "aborted"]
 
 
@@ -104,6 +106,8 @@ class GenerationRequest:
     `score_prompt` returns the log-probability of each prompt token after the first. `logits` "all" returns the raw
     float32 logits after every evaluated token, "generated" only those that tokens were chosen from.
 
+    `embeddings` other than "none" (with max_tokens 0) returns the prompt's hidden states in place of logits, pooled.
+
     `slot` asks for this slot: the request waits until it is idle. With `context_shift` a full slot forgets tokens and
     goes on: of those behind the first `keep`, `discard` (0: half of them); what is left is computed again.
     """
@@ -124,6 +128,7 @@ class GenerationRequest:
     score_prompt: bool = False
     logits: Literal["none", "generated", "all"] = "none"
     slot: int | None = None
+    embeddings: Pooling = "none"
     context_shift: bool = False
     keep: int = 0
     discard: int = 0

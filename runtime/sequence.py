@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.runtime.errors import RequestError
+from bloomery.runtime.pooling import POOLINGS, Pool
 from bloomery.runtime.requests import Admitted, Chunk, Event, Failed, Final, FinishReason, GenerationRequest, Progress
 from bloomery.runtime.sampling import Sampler, token_logprobs
 from bloomery.runtime.sampling_checks import check_integer, check_list, check_sampling, invalid
@@ -76,7 +77,9 @@ class Sequence:
         self._constraint = tools.constraints.start(request.constraint) if request.constraint else None
         self._detokenizer = Detokenizer(tokenizer, shown=frozenset(request.shown_tokens))
         self._stops = StopStrings(request.stop)
-        self._all_rows = request.score_prompt or request.logits == "all"
+        self._pool = Pool(request.embeddings) if request.embeddings != "none" else None
+        pooled = self._pool is not None and self._pool.needs_all_rows
+        self._all_rows = request.score_prompt or request.logits == "all" or pooled
         self.slot: Slot | None = None
         self.cached = 0
         self.on_hold = False
@@ -126,15 +129,21 @@ class Sequence:
         """How many of the next `rows` rows need logits."""
         if self._all_rows:
             return rows
-        return 1 if rows and rows == self.rows_left and self._limit else 0
+        return 1 if rows and rows == self.rows_left and (self._limit or self._pool) else 0
 
     def start(self, slot: Slot, cached: int) -> Admitted:
         self.slot, self.cached, self.admitted = slot, cached, time.perf_counter()
         return Admitted(self.request_id, slot.index, self.prompt_length, cached)
 
-    def accept(self, rows: int, logits: NDArray[np.float32], greedy: NDArray[np.int32]) -> Iterator[Event]:
-        """Takes the results of its next `rows` rows: logits (float32, out_rows(rows) x V, valid during this call) and
-        their argmax. Yields events, the last of which ends the request if it sets `ended`."""
+    def accept(
+        self,
+        rows: int,
+        logits: NDArray[np.float32],
+        greedy: NDArray[np.int32],
+        hidden: NDArray[np.float32] | None = None,
+    ) -> Iterator[Event]:
+        """Takes the results of its next `rows` rows: logits (float32, out_rows(rows) x V, valid during this call),
+        their argmax and what they were made of. Yields events, the last of which ends the request if it sets `ended`."""
         assert self.slot is not None
         first, last = self.slot.count, self.slot.count + rows
         self.slot.count = last
@@ -142,6 +151,9 @@ class Sequence:
             now = time.perf_counter()
             yield Progress(self.request_id, last, self.prompt_length, self.cached, now - self.admitted)
             self.prompt_done = now
+        if self._pool:
+            yield from self._pooled(hidden)
+            return
         scores: tuple[float, ...] = ()
         if self.request.score_prompt and first < self.prompt_length - 1:
             targets = self.tokens[first + 1 : min(last + 1, self.prompt_length)]
@@ -157,6 +169,17 @@ class Sequence:
         if self.request.logits == "generated":
             rows_of_logits = logits[-1:].copy()
         yield from self._generate(logits[-1], int(greedy[-1]), scores, rows_of_logits)
+
+    def _pooled(self, hidden: NDArray[np.float32] | None) -> Iterator[Event]:
+        assert self._pool is not None
+        if hidden is None:
+            raise RequestError("unsupported", "this model's program has no hidden states to show")
+        if len(hidden):
+            self._pool.add(hidden)
+        if not self.rows_left:
+            yield Chunk(self.request_id, logits=self._pool.result())
+            self.ended = self.final("length")
+            yield self.ended
 
     def _generate(
         self, logits: NDArray[np.float32], greedy: int, scores: tuple[float, ...], rows: NDArray[np.float32] | None
@@ -253,6 +276,10 @@ def check_request(request: GenerationRequest, vocabulary: int, slots: int) -> No
             check_integer(field, token, 0, vocabulary - 1)
     if request.slot is not None:
         check_integer("slot", request.slot, 0, slots - 1)
+    if request.embeddings not in POOLINGS:
+        raise invalid("embeddings", request.embeddings, f"one of {', '.join(POOLINGS)}")
+    if request.embeddings != "none" and (request.max_tokens or request.score_prompt or request.logits != "none"):
+        raise invalid("embeddings", request.embeddings, "none unless max_tokens is 0 and nothing else is asked for")
     if request.context_shift and (request.score_prompt or request.logits != "none"):
         raise invalid("context_shift", True, "false together with score_prompt or logits")
     if request.logits not in ("none", "generated", "all"):

@@ -19,7 +19,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from bloomery.launcher.http import anthropic, endpoints, responses, slot_actions, state, vocabulary_calls
+from bloomery.launcher.http import anthropic, embeddings, endpoints, responses, slot_actions, state, vocabulary_calls
 from bloomery.launcher.http.errors import as_request_error, error_response
 from bloomery.launcher.http.server import Server
 from bloomery.launcher.http.settings import ServerSettings
@@ -55,6 +55,8 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Endpoint], ...] = (
     ),
     ("POST", ("/apply-template",), endpoints.apply_template),
     ("POST", ("/infill",), endpoints.infill),
+    ("POST", ("/embedding", "/embeddings"), embeddings.native),
+    ("POST", ("/v1/embeddings",), embeddings.openai),
     ("POST", ("/responses", "/v1/responses"), responses.create),
     ("POST", ("/responses/input_tokens", "/v1/responses/input_tokens"), responses.input_tokens),
     ("POST", ("/v1/messages",), anthropic.messages),

@@ -32,6 +32,7 @@ class ServerSettings:
     verbose: bool = False
     context_shift: bool = False
     embeddings: bool = False
+    pooling: str = "mean"
     cors_origins: str = "*"
     cors_methods: str = "GET, POST, DELETE, OPTIONS"
     cors_headers: str = "*"
