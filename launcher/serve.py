@@ -105,11 +105,12 @@ def _add_http_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--api-key-file", metavar="FILE", help="one key a line")
     group.add_argument("--metrics", action="store_true", help="answer GET /metrics")
     group.add_argument("--slots", action=argparse.BooleanOptionalAction, default=True, help="answer GET /slots")
+    group.add_argument("--tools", "--tools-runtime", metavar="NAMES", help=argparse.SUPPRESS)  # only restricts origins
     group.add_argument("--props", action="store_true", help="answer POST /props")
     group.add_argument(
         "--ui", "--webui", action=argparse.BooleanOptionalAction, default=True, help="the chat page at / (default on)"
     )
-    group.add_argument("--cors-origins", default="*", metavar="ORIGIN", help='"*" (default), "localhost" or one origin')
+    group.add_argument("--cors-origins", metavar="ORIGIN", help='"*" (default), "localhost" or one origin')
     group.add_argument("-to", "--timeout", type=float, default=600, metavar="S", help="idle seconds of a connection")
     group.add_argument("--json-log", action="store_true", help="one JSON line a request on standard error")
     group.add_argument("-v", "--verbose", action="store_true", help="answers contain __verbose")
@@ -192,7 +193,7 @@ def settings_of(args: argparse.Namespace) -> ServerSettings:
         context_shift=args.context_shift,
         embeddings=args.embedding,
         pooling=args.pooling,
-        cors_origins=args.cors_origins,
+        cors_origins=args.cors_origins or ("localhost" if args.tools else "*"),
         json_log=args.json_log,
     )
 

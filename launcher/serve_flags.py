@@ -81,8 +81,6 @@ _WITH_VALUE = [
     "-ot",
     "--models-max",
     "--load-mode",
-    "--tools",
-    "--tools-runtime",
 ]
 _WITHOUT_VALUE = [
     "-cb",

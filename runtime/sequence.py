@@ -143,7 +143,7 @@ class Sequence:
         hidden: NDArray[np.float32] | None = None,
     ) -> Iterator[Event]:
         """Takes the results of its next `rows` rows: logits (float32, out_rows(rows) x V, valid during this call),
-        their argmax and what they were made of. Yields events, the last of which ends the request if it sets `ended`."""
+        their argmax and what they were made of. Yields events; the last ends the request if it sets `ended`."""
         assert self.slot is not None
         first, last = self.slot.count, self.slot.count + rows
         self.slot.count = last

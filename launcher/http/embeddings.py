@@ -35,7 +35,7 @@ EUCLIDEAN = 2
 async def native(server: Server, request: Request) -> Response:
     """llama-server's shape: a list of {index, embedding: [[...], ...]}."""
     body = await _body(server, request)
-    prompts, vectors = await _embeddings(server, request, body)
+    _, vectors = await _embeddings(server, request, body)
     return JSONResponse([{"index": index, "embedding": rows.tolist()} for index, rows in enumerate(vectors)])
 
 
@@ -124,7 +124,7 @@ async def _one(backend: Backend, prompt: tuple[int, ...], pooling: str) -> Vecto
 
 
 def normalised(rows: Vectors, norm: int) -> Vectors:
-    """Each row divided by its norm: 2 Euclidean, 1 taxicab, p the p-norm; 0 by the greatest magnitude / 32760; -1 not."""
+    """Each row divided by its p-norm (2: Euclidean); 0: by its greatest magnitude / 32760; -1: not at all."""
     if norm < 0:
         return rows
     magnitudes = np.abs(rows.astype(np.float64))
