@@ -1,6 +1,7 @@
-"""bloomery-probe: what this machine is (topology) and how fast its memory and disk are (bandwidth).
+"""bloomery-probe: what this machine is (topology) and how fast its memory and disk are (bandwidth, engram).
 
-Owns tables and the plot. What is measured and how is known by `runtime/topology.py` and `runtime/bandwidth_probe.py`.
+Owns tables and the plot. What is measured and how is known by `runtime/topology.py` and `runtime/bandwidth_probe.py`;
+rows of a file are `launcher/probe_engram.py`'s.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bloomery.launcher import probe_engram
 from bloomery.launcher.command_line import Parser, UsageError, positive, program_parser, run_program
 from bloomery.launcher.progress import ProgressDisplay
 from bloomery.launcher.tables import new_console, new_table, ranges
@@ -39,6 +41,7 @@ def build_parser() -> Parser:
             "bloomery-probe bandwidth",
             "bloomery-probe bandwidth --disk-file model.gguf --plot bandwidth.png",
             "bloomery-probe bandwidth --json --no-disk > bandwidth.json",
+            "bloomery-probe engram model.gguf",
         ),
     )
     # Without the program's own Parser a subcommand's errors would not be one line.
@@ -53,7 +56,13 @@ def build_parser() -> Parser:
         allow_abbrev=False,
     )
     bandwidth.set_defaults(run=run_bandwidth)
-    for command in (topology, bandwidth):
+    engram = commands.add_parser(
+        "engram",
+        help="single rows of an n-gram table, or of any large file: latency and rows a second",
+        allow_abbrev=False,
+    )
+    probe_engram.add_options(engram)
+    for command in (topology, bandwidth, engram):
         command.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     bandwidth.add_argument("--plot", type=Path, metavar="FILE", help="draw the read bandwidth (png, svg, pdf)")
     bandwidth.add_argument("--processes", type=positive, metavar="N", help="measure with up to N processes")

@@ -1,0 +1,262 @@
+"""Rows of large tables on disk, read as fast as the disk gives them: all that are missing are asked for at once.
+
+Owns the files, the ways of reading and what stays in memory: a RowCache, and the page cache only where the tables are
+small beside it. Knows neither what rows mean nor who wants them.
+
+A fetch has two passes. The first tries every row with RWF_NOWAIT, which copies what the page cache holds and asks the
+disk for the rest without waiting (older kernels only say no: `posix_fadvise(WILLNEED)` then asks). The second waits for
+each missing row in turn; by then all are under way. With `direct` the page cache is not used at all: the disk is asked
+by as many threads as keep it busy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bloomery.runtime.errors import BloomeryError
+from bloomery.runtime.memory_limits import available_memory
+from bloomery.runtime.model_file import Tensor
+from bloomery.runtime.row_cache import RowCache
+
+PAGE = 4096
+DIRECT_THREADS = 16
+CACHE_BYTES = 256 << 20
+KEEP_SHARE = 8
+"""Tables beyond one part in so many of the free memory do not stay in the page cache."""
+
+_MERGE_PAGES = 4096  # of a fetch that touched more pages, all pages of the files are dropped at once
+
+
+class TableReadError(BloomeryError):
+    """Rows that cannot be read: an error of the disk, or a file that has become too short."""
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """`rows` rows of `row_bytes` bytes each, the first of them at byte `offset` of the file."""
+
+    path: str
+    offset: int
+    rows: int
+    row_bytes: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> RowTable:
+        """A matrix of a model file."""
+        return cls(
+            str(tensor.path), tensor.offset, math.prod(tensor.shape[1:]), tensor.quant_type.row_bytes(tensor.shape[0])
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.row_bytes
+
+
+@dataclass
+class ReadCounters:
+    """Since the start: rows asked for, those found in the row cache, those that had to come from the disk, seconds of
+    all fetches and of the last one. The others came from the page cache."""
+
+    fetches: int = 0
+    rows: int = 0
+    cached: int = 0
+    from_disk: int = 0
+    seconds: float = 0.0
+    seconds_last: float = 0.0
+
+
+class RowReader:
+    """Reads rows of tables that all have the same `row_bytes`. One thread at a time."""
+
+    def __init__(
+        self,
+        tables: Sequence[RowTable],
+        *,
+        cache_bytes: int = CACHE_BYTES,
+        direct: bool = False,
+        keep_pages: bool | None = None,
+    ) -> None:
+        """`keep_pages` (default: if the tables are small beside the free memory): leave what was read in the page
+        cache. Raises TableReadError naming a file that cannot be opened or is shorter than its table."""
+        assert tables and len({table.row_bytes for table in tables}) == 1
+        self.tables = tuple(tables)
+        self.row_bytes = tables[0].row_bytes
+        total = sum(table.nbytes for table in tables)
+        self.keep_pages = KEEP_SHARE * total <= available_memory() if keep_pages is None else keep_pages
+        self.direct = direct
+        self.cache = RowCache(self.row_bytes, min(cache_bytes, 2 * total + (1 << 16)))
+        self.counters = ReadCounters()
+        self._files: list[int] = []
+        self._touched: list[tuple[int, NDArray[np.int64]]] = []  # (table, offsets) that went through the page cache
+        self._threads = ThreadPoolExecutor(DIRECT_THREADS, "table reads") if direct else None
+        self._buffers = threading.local()
+        try:
+            for table in self.tables:
+                self._files.append(_open(table, direct))
+        except BaseException:
+            self.close()
+            raise
+
+    def fetch(
+        self,
+        wanted: Sequence[tuple[NDArray[np.integer[Any]], NDArray[np.uint8]]],
+        done: Callable[[int], None] = lambda table: None,
+    ) -> None:
+        """For each table in turn (distinct row numbers (n), where to put them (n, row_bytes), contiguous): all rows of
+        all tables are asked for, then each table is completed and `done(table)` called.
+
+        Raises TableReadError; tables of which `done` was called are complete then. ValueError for numbers outside."""
+        begun = time.perf_counter()
+        counters = self.counters
+        missing: list[tuple[NDArray[np.int64], NDArray[np.int64], list[int]]] = []
+        for index, (numbers, out) in enumerate(wanted):
+            ids = np.asarray(numbers, np.int64)
+            table = self.tables[index]
+            if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < table.rows):
+                raise ValueError(f"row numbers outside 0..{table.rows - 1} of {table.path}")
+            absent = self.cache.take(index, ids, out)
+            counters.rows += len(ids)
+            counters.cached += len(ids) - len(absent)
+            offsets = ids[absent] * self.row_bytes + table.offset
+            missing.append((ids, absent, self._ask(index, offsets, absent, out) if len(absent) else []))
+        for index, ((_, out), (ids, absent, waiting)) in enumerate(zip(wanted, missing, strict=True)):
+            counters.from_disk += len(waiting)
+            if waiting:
+                self._complete(index, ids, waiting, out)
+            if len(absent):
+                self.cache.put(index, ids[absent], out[absent])
+            done(index)
+        counters.fetches += 1
+        counters.seconds_last = time.perf_counter() - begun
+        counters.seconds += counters.seconds_last
+
+    def tidy(self) -> None:
+        """Drops from the page cache what fetches brought there, unless pages are kept. For quiet moments."""
+        touched, self._touched = self._touched, []
+        if self.keep_pages or not touched:
+            return
+        if sum(len(offsets) for _, offsets in touched) > _MERGE_PAGES:
+            for file, table in zip(self._files, self.tables, strict=True):
+                os.posix_fadvise(file, table.offset, table.nbytes, os.POSIX_FADV_DONTNEED)
+            return
+        for index, offsets in touched:
+            first = offsets // PAGE
+            for page, last in zip(first.tolist(), ((offsets + self.row_bytes - 1) // PAGE).tolist(), strict=True):
+                start, length = page * PAGE, (last - page + 1) * PAGE
+                os.posix_fadvise(self._files[index], start, length, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        if self._threads:
+            self._threads.shutdown()
+        for file in self._files:
+            os.close(file)
+        self._files = []
+
+    def _ask(
+        self, index: int, offsets: NDArray[np.int64], absent: NDArray[np.int64], out: NDArray[np.uint8]
+    ) -> list[int]:
+        """The first pass: what is at hand is copied, the rest asked for; returns the places of the rest."""
+        if self.direct:
+            return absent.tolist()
+        file, size, bytes_of = self._files[index], self.row_bytes, out.data.cast("B")
+        if not self.keep_pages:
+            self._touched.append((index, offsets))
+        waiting: list[tuple[int, int]] = []
+        preadv, nowait = os.preadv, os.RWF_NOWAIT
+        for place, offset in zip(absent.tolist(), offsets.tolist(), strict=True):
+            try:
+                if preadv(file, [bytes_of[place * size : (place + 1) * size]], offset, nowait) == size:
+                    continue
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    raise self._failed(index, offset, error.strerror) from error
+            waiting.append((place, offset))
+        for _, offset in waiting:
+            with contextlib.suppress(OSError):  # only an advice
+                os.posix_fadvise(file, offset, size, os.POSIX_FADV_WILLNEED)
+        return [place for place, _ in waiting]
+
+    def _complete(self, index: int, ids: NDArray[np.int64], waiting: list[int], out: NDArray[np.uint8]) -> None:
+        """The second pass: waits for the rows at these places."""
+        offsets = (ids[waiting] * self.row_bytes + self.tables[index].offset).tolist()
+        bytes_of = out.data.cast("B")
+        pairs = list(zip(waiting, offsets, strict=True))
+        if self._threads is None:
+            for place, offset in pairs:
+                self._read(index, offset, bytes_of[place * self.row_bytes : (place + 1) * self.row_bytes])
+            return
+        shares = [pairs[share::DIRECT_THREADS] for share in range(min(DIRECT_THREADS, len(pairs)))]
+        for ended in [self._threads.submit(self._read_direct, index, share, bytes_of) for share in shares]:
+            ended.result()
+
+    def _read(self, index: int, offset: int, target: memoryview) -> None:
+        try:
+            got = os.preadv(self._files[index], [target], offset)
+        except OSError as error:
+            raise self._failed(index, offset, error.strerror) from error
+        if got != self.row_bytes:
+            raise self._failed(index, offset, f"{got} of {self.row_bytes} bytes are there")
+
+    def _read_direct(self, index: int, pairs: list[tuple[int, int]], bytes_of: memoryview) -> None:
+        """Whole pages into a page-aligned buffer, the row copied out of them."""
+        if not hasattr(self._buffers, "pages"):
+            self._buffers.pages = mmap.mmap(-1, (self.row_bytes // PAGE + 2) * PAGE)
+        pages = memoryview(self._buffers.pages)
+        for place, offset in pairs:
+            start = offset // PAGE * PAGE
+            inside = offset - start
+            length = -(-(inside + self.row_bytes) // PAGE) * PAGE
+            try:
+                got = os.preadv(self._files[index], [pages[:length]], start)
+            except OSError as error:
+                raise self._failed(index, offset, error.strerror) from error
+            if got < inside + self.row_bytes:
+                there = max(0, got - inside)
+                raise self._failed(index, offset, f"{there} of {self.row_bytes} bytes are there")
+            first = place * self.row_bytes
+            bytes_of[first : first + self.row_bytes] = pages[inside : inside + self.row_bytes]
+
+    def _failed(self, index: int, offset: int, why: str | None) -> TableReadError:
+        table = self.tables[index]
+        row = (offset - table.offset) // self.row_bytes
+        return TableReadError(
+            f"{table.path}: row {row} of the table at byte {table.offset} cannot be read: {why}",
+            "the file has changed or its disk fails: check it, then send the request again",
+        )
+
+
+def _open(table: RowTable, direct: bool) -> int:
+    hint = "check the model file; it must not change while it is in use"
+    try:
+        file = os.open(table.path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
+    except OSError as error:
+        if direct and error.errno == errno.EINVAL:
+            raise TableReadError(
+                f"{table.path}: its file system has no direct reads", "leave --engram-direct out"
+            ) from error
+        raise TableReadError(f"{table.path}: {error.strerror}", hint) from error
+    size = os.fstat(file).st_size
+    if size < table.offset + table.nbytes:
+        os.close(file)
+        raise TableReadError(
+            f"{table.path}: has {size} bytes, its table of {table.rows} rows ends at {table.offset + table.nbytes}",
+            hint,
+        )
+    if not direct:
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)  # a row brings its own pages only
+    return file
