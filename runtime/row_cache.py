@@ -55,7 +55,7 @@ class RowCache:
         out[hits] = self._rows[places]
         self._clock += 1
         self._used.reshape(-1)[places] = self._clock
-        return (~found).nonzero()[0]
+        return np.flatnonzero(~found)
 
     def put(self, table: int, ids: NDArray[np.int64], rows: NDArray[np.uint8]) -> None:
         """Keeps rows (n, row_bytes) that `take` did not find. Of more than one for the same set one is kept."""

@@ -170,7 +170,7 @@ class RowReader:
     ) -> list[int]:
         """The first pass: what is at hand is copied, the rest asked for; returns the places of the rest."""
         if self.direct:
-            return absent.tolist()
+            return [int(place) for place in absent]
         file, size, bytes_of = self._files[index], self.row_bytes, out.data.cast("B")
         if not self.keep_pages:
             self._touched.append((index, offsets))
