@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import socket
 import subprocess
 import threading
@@ -172,6 +173,42 @@ def test_templates_are_told_about_thinking_and_the_date() -> None:
         assert server.post("/apply-template", asked | {"reasoning_effort": "none"}).json["prompt"].startswith("False")
         wrong = asked | {"chat_template_kwargs": {"enable_thinking": "no"}}
         assert server.post("/apply-template", wrong).status == 400
+
+
+CONSTRAINED: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"grammar": 'root ::= "yes" | "no"'}, r"yes|no"),
+    ({"json_schema": {"const": "42"}}, r'"42"'),
+    ({"json_schema": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3}}, r"\[.*\]"),
+    ({"response_format": {"type": "json_object", "schema": {"enum": [7, 8]}}}, r"7|8"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": "x"}}}}, r'"x"'),
+)
+
+
+@pytest.mark.parametrize(("fields", "pattern"), CONSTRAINED, ids=str)
+def test_constrained_answers(server: Serving, fields: dict[str, Any], pattern: str) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 40, "temperature": 0.8, "seed": 3} | fields
+    answer = server.post("/v1/chat/completions", body)
+    assert answer.status == 200, answer.data
+    assert re.fullmatch(pattern, answer.json["choices"][0]["message"]["content"], re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"grammar": "root ::= this is (not"},
+        {"grammar": 'root ::= "a"', "json_schema": {}},
+        {"json_schema": {"type": "hiccup"}},
+        {"json_schema": 123},
+        {"response_format": {"type": "sound"}},
+        {"response_format": {"type": "json_schema", "json_schema": 3}},
+        {"response_format": "json"},
+    ],
+    ids=str,
+)
+def test_impossible_constraints_are_refused(server: Serving, fields: dict[str, Any]) -> None:
+    for stream in (False, True):
+        answer = server.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 8, "stream": stream} | fields)
+        assert answer.status == 400 and answer.json["error"]["message"], answer.data
 
 
 # ---- errors ----

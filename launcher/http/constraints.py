@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from bloomery.launcher.http.errors import invalid, unsupported
+from bloomery.launcher.http.errors import invalid
 from bloomery.launcher.http.fields import shown, string
+from bloomery.runtime.requests import Constraint
 
 RESPONSE_TYPES = ("text", "json_object", "json_schema")
 
 
-def read_constraint(body: dict[str, Any]) -> dict[str, Any] | None:
-    """The constraint of a request, None if there is none. Raises RequestError for what cannot be enforced."""
+def read_constraint(body: dict[str, Any]) -> Constraint | None:
+    """The constraint of a request, None if there is none. Raises RequestError for what makes no sense as one; whether
+    it can be enforced the daemon finds out."""
     grammar = string(body, "grammar")
     schema = body.get("json_schema")
     response = body.get("response_format")
@@ -36,6 +38,6 @@ def read_constraint(body: dict[str, Any]) -> dict[str, Any] | None:
             schema = wrapper.get("schema", {})
     if schema is not None and not isinstance(schema, (dict, bool)):
         raise invalid(f"a JSON schema must be an object, found {shown(schema)}", field="json_schema")
-    if grammar or schema is not None:
-        raise unsupported("constrained output (grammar, json_schema, response_format) is not there yet")
-    return None
+    if schema is not None:
+        return Constraint(json_schema=schema if schema != {} else {"type": "object"})
+    return Constraint(grammar=grammar) if grammar else None

@@ -23,12 +23,11 @@ from bloomery.launcher.http.fields import (
 from bloomery.launcher.http.settings import ServerSettings
 from bloomery.runtime.completion import new_request_id
 from bloomery.runtime.errors import RequestError
-from bloomery.runtime.requests import GenerationRequest, SamplingParameters
+from bloomery.runtime.requests import Constraint, GenerationRequest, SamplingParameters
 
 MAX_PROMPTS = 256
 MAX_BIASES = 1 << 16
 _SAMPLING_NAMES = frozenset(entry.name for entry in fields(SamplingParameters))
-_REQUEST_NAMES = frozenset(entry.name for entry in fields(GenerationRequest))
 # Sampling fields that mean something only to samplers which the protocol may not have: their values for off.
 _NEUTRAL: dict[str, Any] = {
     "top_n_sigma": -1.0,
@@ -49,7 +48,7 @@ class Job:
     tokens: tuple[int, ...]
     values: dict[str, Any]
     logit_bias: tuple[tuple[int, float], ...] = ()
-    constraint: dict[str, Any] | None = None
+    constraint: Constraint | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
     def settings(self, seed: int | None = None, end_tokens: tuple[int, ...] = ()) -> dict[str, Any]:
@@ -58,7 +57,8 @@ class Job:
         if self.values["ignore_eos"]:
             biases += [{"bias": None, "token": token} for token in end_tokens]
         values = self.values if seed is None else {**self.values, "seed": seed}
-        return settings_object(values, logit_bias=biases, **self.extra)
+        grammar = (self.constraint.grammar or "") if self.constraint else ""
+        return settings_object(values, logit_bias=biases, grammar=grammar, **self.extra)
 
 
 async def read_values(backend: Backend, settings: ServerSettings, body: dict[str, Any]) -> dict[str, Any]:
@@ -207,11 +207,11 @@ def generation_request(job: Job, settings: ServerSettings, context: int) -> Gene
         ignore_eos=values["ignore_eos"],
         cache_prompt=values["cache_prompt"],
     )
-    optional = {
+    optional: dict[str, Any] = {
         "slot": values["id_slot"] if values["id_slot"] >= 0 else None,
         "context_shift": shifting,
         "keep": values["n_keep"] if values["n_keep"] >= 0 else len(job.tokens),
         "discard": values["n_discard"],
-        "grammar": job.constraint,
+        "constraint": job.constraint,
     }
-    return replace(request, **{name: value for name, value in optional.items() if name in _REQUEST_NAMES})
+    return replace(request, **optional)
