@@ -16,7 +16,7 @@ from typing import Any
 
 from bloomery.launcher import bench_report
 from bloomery.launcher.bench_engine import BenchEngine
-from bloomery.launcher.bench_peer import PACKAGES, REPACKING, LlamaPeer, PeerOptions
+from bloomery.launcher.bench_peer import MICRO_BATCH, PACKAGES, REPACKING, LlamaPeer, PeerOptions
 from bloomery.launcher.bench_rows import row_of, run_trial
 from bloomery.launcher.bench_trial import TokenSource, Trial, trials_of
 from bloomery.launcher.command_line import Parser, UsageError, add_model_options, positive, program_parser, run_program
@@ -105,6 +105,12 @@ def build_parser() -> Parser:
         metavar="on,off",
         help="whether llama.cpp repacks weights (default on); both: two peers, the faster counts",
     )
+    peer.add_argument(
+        "--micro-batch",
+        type=positive,
+        metavar="N",
+        help=f"tokens that llama.cpp evaluates together (default {MICRO_BATCH}, as llama.cpp's)",
+    )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("-o", "--output", choices=("table", *OUTPUTS), default="table", help="how to print the rows")
     output.add_argument("--json", action="store_const", const="json", dest="output", help="the same as -o json")
@@ -143,7 +149,7 @@ def check(args: argparse.Namespace) -> None:
     elif args.model is not None or args.demo is not None:
         raise UsageError("--synthetic and -m or --demo both name a model", "leave one of them out")
     if args.against is None:
-        for name in ("peer_python", "peer_package", "repack"):
+        for name in ("peer_python", "peer_package", "repack", "micro_batch"):
             if getattr(args, name) is not None:
                 spelling = f"--{name.replace('_', '-')}"
                 raise UsageError(f"{spelling} is about the other engine", "add --against llama.cpp, or leave it out")
@@ -196,7 +202,7 @@ def thread_rows(
         )
         peers = [
             stack.enter_context(
-                LlamaPeer(options, path, threads=threads, context=context, micro_batch=args.prompt_block)
+                LlamaPeer(options, path, threads=threads, context=context, micro_batch=args.micro_batch or MICRO_BATCH)
             )
             for options in peer_options(args)
         ]
@@ -228,7 +234,9 @@ def model_facts(model: ModelFile, args: argparse.Namespace) -> dict[str, Any]:
         "model_bytes": sum(tensor.nbytes for tensor in model.tensors.values()),
         "version": version("bloomery"),
         "executor": "host",
+        "isa": os.environ.get("BLOOMERY_ISA", "auto"),
         "prompt_block": args.prompt_block,
+        "micro_batch": (args.micro_batch or MICRO_BATCH) if args.against else None,
         "cache_type": args.cache_type,
         "repeats": args.repeats,
         "cpu": cpu_name(),

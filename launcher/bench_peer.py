@@ -18,6 +18,7 @@ from bloomery.runtime.errors import BloomeryError
 PACKAGES = ("auto", "xllamacpp", "llama_cpp")
 REPACKING = ("on", "off")
 BATCH = 2048  # tokens a call, llama.cpp's default
+MICRO_BATCH = 512  # of which so many are evaluated together, also its default
 CLOSE_SECONDS = 5.0
 
 

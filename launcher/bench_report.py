@@ -121,7 +121,7 @@ def _conditions(rows: Sequence[Row]) -> list[str]:
     row = rows[0]
     lines = [
         f"{row['model']} ({row['architecture']}, {row['model_bytes'] / 1e9:.2f} GB), bloomery {row['version']}, prompt"
-        f" block {row['prompt_block']}, cache {row['cache_type']}",
+        f" block {row['prompt_block']}, cache {row['cache_type']}, instruction set {row['isa']}",
         f"{row['cpu']}; {row['repeats']} rounds; load {row['load_before']:.1f} before, {row['load_after']:.1f} after",
     ]
     for row in rows:

@@ -176,6 +176,7 @@ def test_the_fastest_peer_is_compared_with() -> None:
         (("--layers", "3"), "--layers"),
         (("--mix", "Q8_0"), "--mix"),
         (("--repack", "off"), "--repack"),
+        (("--micro-batch", "64"), "--micro-batch"),
         (("--synthetic", "llama-1b", "-m", "x.gguf"), "both name a model"),
         (("--synthetic", "deepseek-v2-lite", "--layers", "5", "--against", "llama.cpp"), "26 or 27 layers"),
         (("--synthetic", "deepseek41", "--against", "llama.cpp"), "does not know deepseek41"),
