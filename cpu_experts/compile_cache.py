@@ -32,8 +32,8 @@ from numba.core.ccallback import CFunc
 from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
 
+from bloomery.cpu_experts.isa import host_features, refusal
 from bloomery.cpu_experts.kernels import kernel_function
-from bloomery.cpu_experts.simd import host_features, refusal
 from bloomery.runtime.errors import PlanError
 
 numba_config: Any = _config

@@ -3,19 +3,17 @@
 Owns vector types, the `emits` decorator and the vocabulary (`Emitter`). It knows nothing of quant types or ops.
 
 A kernel's loops are ordinary Numba code over integer addresses. Where it needs vectors it calls a function made by
-`emits`: plain Python that runs once, at compile time, and writes LLVM instructions through an `Emitter`; Python loops
-in it are unrolled code. That keeps every integer lane at its own width (Numba itself widens to 64 bits), and leaves
-nothing to the optimiser's liking: multiply-adds are fused exactly where `fma` is written, no float operation carries
-reassociation or contraction flags.
+`emits`: plain Python that runs once, at compile time, and writes LLVM instructions through an `Emitter` (Python loops
+in it are unrolled code). That keeps integer lanes at their own width (Numba widens to 64 bits) and leaves nothing to
+the optimiser: multiply-adds are fused exactly where `fma` is written, no float operation may be reassociated.
 
-AVX2 with FMA and F16C is the floor (`refusal`) and so far the only variant (`ISAS`).
+AVX2 with FMA and F16C is the floor; the words that need more say so (`isa` decides who may use them).
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import os
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
@@ -38,8 +36,6 @@ _ELEMENTS: Final = {
     "f64": ir.DoubleType(),
 }
 _BYTES: Final = {"i8": 1, "i16": 2, "i32": 4, "i64": 8, "f16": 2, "f32": 4, "f64": 8}
-REQUIRED_FEATURES: Final = ("avx2", "fma", "f16c")
-ISAS: Final = ("avx2",)  # what BLOOMERY_ISA may ask for
 _codegen: Any = cgutils
 _I32: Final = _ELEMENTS["i32"]
 _I64: Final = _ELEMENTS["i64"]
@@ -68,31 +64,12 @@ def vector(element: str, lanes: int) -> Vector:
     return Vector(element, lanes)
 
 
-i8x16, i8x32 = vector("i8", 16), vector("i8", 32)
+i8x16, i8x32, i8x64 = vector("i8", 16), vector("i8", 32), vector("i8", 64)
 i16x4, i16x8, i16x16 = vector("i16", 4), vector("i16", 8), vector("i16", 16)
-i32x4, i32x8 = vector("i32", 4), vector("i32", 8)
+i32x4, i32x8, i32x16 = vector("i32", 4), vector("i32", 8), vector("i32", 16)
 f16x4, f16x8 = vector("f16", 4), vector("f16", 8)
 f32x4, f32x8 = vector("f32", 4), vector("f32", 8)
 f64x4, f64x8 = vector("f64", 4), vector("f64", 8)
-
-
-@functools.cache
-def host_features() -> dict[str, bool]:
-    """Features that compiled code may use: the CPU's, or NUMBA_CPU_FEATURES where that narrows them for a test."""
-    narrowed = os.environ.get("NUMBA_CPU_FEATURES")
-    if narrowed is None:
-        return dict(llvm.get_host_cpu_features())
-    return {word[1:]: word.startswith("+") for word in narrowed.split(",") if word}
-
-
-def refusal(features: dict[str, bool] | None = None) -> str | None:
-    """Why this CPU cannot run the kernels (names the missing instruction sets), or None if it can. Also refuses a
-    BLOOMERY_ISA that there is no variant for."""
-    if (forced := os.environ.get("BLOOMERY_ISA", "")) not in ("", *ISAS):
-        return f"BLOOMERY_ISA={forced}: the host kernels exist for {', '.join(ISAS)}"
-    present = host_features() if features is None else features
-    missing = [name.upper() for name in REQUIRED_FEATURES if not present.get(name, False)]
-    return f"this CPU lacks {', '.join(missing)}, which the host kernels need" if missing else None
 
 
 class Emitter:
@@ -137,21 +114,17 @@ class Emitter:
 
     def load_first(self, kind: Vector, address: Value, count: Value) -> Value:
         """The first `count` lanes (f32 or i32) from memory, zeros above; touches nothing past them."""
-        pointer = self.pointer(address, 0, kind.ir)
-        arguments = [pointer, self._first(kind, count), self.zero(kind)]
+        arguments = [self.pointer(address, 0, kind.ir), self._first(kind, count), self.zero(kind)]
         if LLVM_VERSION < 22:
             arguments.insert(1, _I32(1))
-        name = f"llvm.masked.load.v{kind.lanes}{kind.element}.p0"
-        return self.call(name, kind.ir, arguments)
+        return self.call(f"llvm.masked.load.v{kind.lanes}{kind.element}.p0", kind.ir, arguments)
 
     def store_first(self, kind: Vector, value: Value, address: Value, count: Value) -> None:
         """Writes the first `count` lanes (f32 or i32)."""
-        pointer = self.pointer(address, 0, kind.ir)
-        arguments = [value, pointer, self._first(kind, count)]
+        arguments = [value, self.pointer(address, 0, kind.ir), self._first(kind, count)]
         if LLVM_VERSION < 22:
             arguments.insert(2, _I32(1))
-        name = f"llvm.masked.store.v{kind.lanes}{kind.element}.p0"
-        self.call(name, ir.VoidType(), arguments)
+        self.call(f"llvm.masked.store.v{kind.lanes}{kind.element}.p0", ir.VoidType(), arguments)
 
     def first_or(self, value: Value, other: float, count: Value) -> Value:
         """The first `count` lanes of f32x8, `other` above."""
@@ -161,12 +134,36 @@ class Emitter:
         return self.b.load(self.pointer(address, offset, _ELEMENTS[element]), align=1)
 
     def prefetch(self, address: Value, offset: int = 0) -> None:
-        byte = ir.IntType(8)
-        self.call("llvm.prefetch.p0", ir.VoidType(), [self.pointer(address, offset, byte), _I32(0), _I32(3), _I32(1)])
+        byte = self.pointer(address, offset, _ELEMENTS["i8"])
+        self.call("llvm.prefetch.p0", ir.VoidType(), [byte, _I32(0), _I32(3), _I32(1)])
 
     def call(self, name: str, result: Any, arguments: Sequence[Value]) -> Value:
         signature = ir.FunctionType(result, [argument.type for argument in arguments])
         return self.b.call(_codegen.get_or_insert_function(self.b.module, signature, name), arguments)
+
+    # ---- control
+    def loop(
+        self, count: Value, carried: Sequence[Value], body: Callable[[Value, list[Value]], Sequence[Value]]
+    ) -> list[Value]:
+        """for index in 0..count-1: carried = body(index, carried); count and index are i64. The last `carried`."""
+        b = self.b
+        before = b.block
+        head, inside, after = (b.append_basic_block(name) for name in ("loop", "body", "done"))
+        b.branch(head)
+        b.position_at_end(head)
+        index = b.phi(_I64)
+        index.add_incoming(_I64(0), before)
+        values = [b.phi(value.type) for value in carried]
+        for value, first in zip(values, carried):
+            value.add_incoming(first, before)
+        b.cbranch(b.icmp_signed("<", index, count), inside, after)
+        b.position_at_end(inside)
+        for value, following in zip(values, body(index, values)):
+            value.add_incoming(following, b.block)
+        index.add_incoming(b.add(index, _I64(1)), b.block)
+        b.branch(head)
+        b.position_at_end(after)
+        return values
 
     # ---- lanes
     def splat(self, kind: Vector, scalar: Value) -> Value:
@@ -205,7 +202,9 @@ class Emitter:
         return self.b.bitcast(value, kind.ir)
 
     def table(self, table: Value, indices: Value) -> Value:
-        """vpshufb: byte lookup inside each 16-byte half; a set top bit gives 0."""
+        """vpshufb: byte lookup inside each 16 bytes; a set top bit gives 0. 64 bytes need AVX-512."""
+        if table.type.count == 64:
+            return self.call("llvm.x86.avx512.pshuf.b.512", i8x64.ir, [table, indices])
         return self.call("llvm.x86.avx2.pshuf.b", i8x32.ir, [table, indices])
 
     # ---- integers
@@ -229,13 +228,16 @@ class Emitter:
 
     def _amounts(self, value: Value, by: int | Sequence[int]) -> Value:
         amounts = [by] * value.type.count if isinstance(by, int) else by
-        return ir.Constant(value.type, [ir.Constant(value.type.element, amount) for amount in amounts])
+        return ir.Constant(value.type, [value.type.element(amount) for amount in amounts])
 
     def shl(self, value: Value, by: int | Sequence[int]) -> Value:
         return self.b.shl(value, self._amounts(value, by))
 
     def lshr(self, value: Value, by: int | Sequence[int]) -> Value:
         return self.b.lshr(value, self._amounts(value, by))
+
+    def ashr(self, value: Value, by: int | Sequence[int]) -> Value:
+        return self.b.ashr(value, self._amounts(value, by))
 
     def bytes_shr(self, value: Value, by: int, mask: int) -> Value:
         """(byte >> by) & mask for every byte; AVX2 shifts words, so `mask` must fit the bits that stay of a byte."""
@@ -269,6 +271,20 @@ class Emitter:
         if x.type.count == 8:
             return self.call("llvm.x86.sse2.pmadd.wd", i32x4.ir, [x, y])
         return self.call("llvm.x86.avx2.pmadd.wd", i32x8.ir, [x, y])
+
+    def add_products_u8(self, total: Value, unsigned: Value, signed: Value) -> Value:
+        """vpdpbusd (AVX-512-VNNI): total[j] + the sum over i < 4 of u8[4j+i] * s8[4j+i]; 8 or 16 lanes."""
+        return self._vnni("vpdpbusd", "i8", total, unsigned, signed)
+
+    def add_products_i16(self, total: Value, x: Value, y: Value) -> Value:
+        """vpdpwssd (AVX-512-VNNI): total[j] + x[2j]*y[2j] + x[2j+1]*y[2j+1]."""
+        return self._vnni("vpdpwssd", "i16", total, x, y)
+
+    def _vnni(self, name: str, element: str, total: Value, x: Value, y: Value) -> Value:
+        bits = 32 * total.type.count
+        operand = vector(element, bits // (8 * _BYTES[element])).ir if LLVM_VERSION >= 22 else total.type
+        operands = [total, self.b.bitcast(x, operand), self.b.bitcast(y, operand)]
+        return self.call(f"llvm.x86.avx512.{name}.{bits}", total.type, operands)
 
     def with_sign(self, value: Value, sign: Value) -> Value:
         """vpsignb: value, 0 or -value as `sign` is above, at or below zero."""
@@ -344,8 +360,7 @@ class Emitter:
 
     def float_sum(self, value: Value) -> Value:
         """Scalar lane sum of f32x8 or f64x8 in the order of `float_sum4`."""
-        lanes = [self.lane(value, index) for index in range(8)]
-        pairs = [self.fadd(lanes[index], lanes[index + 1]) for index in range(0, 8, 2)]
+        pairs = [self.fadd(self.lane(value, index), self.lane(value, index + 1)) for index in range(0, 8, 2)]
         return self.fadd(self.fadd(pairs[0], pairs[1]), self.fadd(pairs[2], pairs[3]))
 
     def exp(self, x: Value) -> Value:

@@ -19,7 +19,7 @@ from kernel_references import (
 from numpy.typing import NDArray
 
 from bloomery.cpu_experts.kernels import WEIGHT_TYPES
-from bloomery.cpu_experts.kernels.layouts import ACTIVATION_ELEMENTS, BUFFER_BYTES, planes
+from bloomery.cpu_experts.kernels.layouts import ACTIVATION_ELEMENTS, BUFFER_BYTES, SUPER_TILE_BYTES, planes
 from bloomery.cpu_experts.lowering import activation_kind
 from bloomery.runtime.quant_types import QuantType
 
@@ -120,10 +120,10 @@ def multiply(name: str, weights: NDArray[np.uint8], x: Floats, ranks: int, bias:
     else:
         made = Quantised(activation_kind(name), x)
         source = (made.memory.ctypes.data, made.stride, made.d_plane, made.sums_plane)
-    tiles = aligned_bytes(ranks * blocks * 2240, 0xFF)
+    tiles = aligned_bytes(ranks * blocks * SUPER_TILE_BYTES, 0xFF)
     job = (weights.ctypes.data, weights.strides[0], blocks, len(weights), 0, out.ctypes.data, out.strides[0])
     bias_at = 0 if bias is None else bias.ctypes.data
-    words = [0, *source, tiles.ctypes.data, blocks * 2240, 1, *job, bias_at]
+    words = [0, *source, tiles.ctypes.data, blocks * SUPER_TILE_BYTES, 1, *job, bias_at]
     run_kernel(f"matmul_{name}", words, step_of(rows), ranks)
     return out
 
@@ -187,7 +187,7 @@ def test_experts_equal_products_of_each_item(name: str) -> None:
     for ranks in (1, 2, 3):
         outs = [np.full((rows * used, outputs), np.nan, np.float32) for _ in weights]
         area = 4 * (experts + 1 + 2 * rows * used) + 60 & ~63
-        tiles, lists = aligned_bytes(ranks * blocks * 2240, 0xFF), aligned_bytes(ranks * area, 0xFF)
+        tiles, lists = aligned_bytes(ranks * blocks * SUPER_TILE_BYTES, 0xFF), aligned_bytes(ranks * area, 0xFF)
         jobs = [
             word
             for weight, out in zip(weights, outs)
@@ -196,7 +196,16 @@ def test_experts_equal_products_of_each_item(name: str) -> None:
                 *(out.ctypes.data, out.strides[0]),
             )
         ]
-        words = [0, *source, tiles.ctypes.data, blocks * 2240, lists.ctypes.data, area, ids.ctypes.data, 4 * used]
+        words = [
+            0,
+            *source,
+            tiles.ctypes.data,
+            blocks * SUPER_TILE_BYTES,
+            lists.ctypes.data,
+            area,
+            ids.ctypes.data,
+            4 * used,
+        ]
         run_kernel(f"experts_{name}", [*words, used, experts, 0, 2, *jobs], step_of(rows), ranks)
         for weight, out in zip(weights, outs):
             whole = product(name, weight, x).reshape(rows, experts, outputs)

@@ -11,8 +11,8 @@ import pytest
 from numba import cfunc, types
 from numpy.typing import NDArray
 
-from bloomery.cpu_experts import simd
-from bloomery.cpu_experts.simd import Emitter, Value, emits, f32x8, i8x16, i8x32, i16x8, i16x16, i32x8
+from bloomery.cpu_experts import isa
+from bloomery.cpu_experts.simd import Emitter, Value, emits, f32x8, i8x16, i8x32, i16x8, i16x16, i32x8, vector
 
 Word = Callable[[Emitter, Value, Value, Value], None]
 
@@ -151,11 +151,77 @@ def test_exp_is_within_one_unit_in_the_last_place() -> None:
     np.testing.assert_array_equal(out, np.array([0, 0, 0, 1, np.inf, np.inf, np.inf, np.nan], np.float32))
 
 
+@pytest.mark.skipif(isa.AVX512VNNI not in isa.available_isas(), reason="needs AVX-512-VNNI")
+@pytest.mark.parametrize("lanes", [8, 16])
+def test_vnni_products_do_not_saturate(lanes: int) -> None:
+    kind, bytes_ = vector("i32", lanes), vector("i8", 4 * lanes)
+    unsigned = generator().integers(0, 256, 4 * lanes).astype(np.uint8)
+    signed = generator().integers(-128, 128, 4 * lanes).astype(np.int8)
+    unsigned[:4], signed[:4] = 255, -128
+    total = generator().integers(-(2**20), 2**20, lanes).astype(np.int32)
+    out = np.empty(lanes, np.int32)
+
+    def bytes_four(s: Emitter, a: Value, o: Value, n: Value) -> None:
+        x, y = s.load(bytes_, a), s.load(bytes_, a, 4 * lanes)
+        s.store(s.add_products_u8(s.load(kind, a, 8 * lanes), x, y), o)
+
+    run(bytes_four, unsigned, signed, total, out=out)
+    np.testing.assert_array_equal(out, total + (unsigned.astype(np.int32) * signed).reshape(-1, 4).sum(1))
+    x, y = generator().integers(-32767, 32768, (2, 2 * lanes)).astype(np.int16)
+
+    def words_two(s: Emitter, a: Value, o: Value, n: Value) -> None:
+        s.store(s.add_products_i16(s.load(kind, a, 8 * lanes), s.load(kind, a), s.load(kind, a, 4 * lanes)), o)
+
+    run(words_two, x, y, total, out=out)
+    expected = total + (x.astype(np.int64) * y).reshape(-1, 2).sum(1)
+    np.testing.assert_array_equal(out, expected.astype(np.int32))
+
+
+@pytest.mark.skipif(isa.AVX512VNNI not in isa.available_isas(), reason="needs AVX-512")
+def test_a_table_of_64_bytes_is_looked_up_in_each_16() -> None:
+    table, indices = generator().integers(0, 256, (2, 64)).astype(np.uint8)
+    out = np.empty(64, np.uint8)
+    wide = vector("i8", 64)
+    run(lambda s, a, o, n: s.store(s.table(s.load(wide, a), s.load(wide, a, 64)), o), table, indices, out=out)
+    part = np.arange(64) // 16 * 16
+    np.testing.assert_array_equal(out, np.where(indices & 128, 0, table[part + (indices & 15)]))
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_a_loop_carries_values(count: int) -> None:
+    x = generator().integers(0, 1000, (6, 8)).astype(np.int32)
+
+    def total(s: Emitter, a: Value, o: Value, n: Value) -> None:
+        def body(index: Value, carried: list[Value]) -> list[Value]:
+            at = s.add(a, s.mul(index, index.type(32)))
+            return [s.add(carried[0], s.load(i32x8, at)), s.add(carried[1], index)]
+
+        sums, numbers = s.loop(n, [s.zero(i32x8), n.type(0)], body)
+        s.store(sums, o)
+        s.store(numbers, o, 32)
+
+    out = np.empty(10, np.int32)
+    run(total, x, out=out, count=count)
+    np.testing.assert_array_equal(out[:8], x[:count].sum(0))
+    assert out[8] == sum(range(count))
+
+
+def test_a_forced_isa_needs_its_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    features = dict.fromkeys(isa.NEEDS[isa.AVX512VNNI], True)
+    monkeypatch.setenv("BLOOMERY_ISA", "avx512vnni")
+    assert isa.refusal(features) is None
+    reason = isa.refusal({**features, "avx512vnni": False})
+    assert reason is not None and "BLOOMERY_ISA=avx512vnni" in reason and "AVX512VNNI" in reason
+    monkeypatch.setenv("BLOOMERY_ISA", "avx3")
+    reason = isa.refusal(features)
+    assert reason is not None and "avx2, avx512vnni" in reason
+
+
 def test_a_cpu_without_the_floor_is_refused_by_name() -> None:
-    features = dict.fromkeys(simd.REQUIRED_FEATURES, True)
-    assert simd.refusal(features) is None
-    assert simd.refusal() is None
+    features = dict.fromkeys(isa.NEEDS[isa.AVX2], True)
+    assert isa.refusal(features) is None
+    assert isa.refusal() is None
     del features["f16c"]
     features["avx2"] = False
-    reason = simd.refusal(features)
+    reason = isa.refusal(features)
     assert reason is not None and "AVX2, F16C" in reason and "FMA" not in reason

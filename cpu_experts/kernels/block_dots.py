@@ -1,7 +1,7 @@
 """Dot products of four weight rows with one row of activations, block by block, in the canonical order.
 
-Owns the canonical order of quantised dots and the layout of an unpacked tile. It knows neither which rows are
-multiplied nor how work is shared (`matmul`).
+Owns the canonical order of quantised dots. It knows neither which rows are multiplied nor how work is shared
+(`matmul`); the same dots for several rows of activations are `panel_dots`.
 
 Canonical order. An output element is one f32 accumulator, started at 0, that takes the blocks in ascending order:
 
@@ -10,9 +10,7 @@ Canonical order. An output element is one f32 accumulator, started at 0, that ta
     SuperBlock with minima:  acc = fma(-(dmin * dx), float(sum of minimum * activation sum), acc)
     SmallBlock with minima:  acc = fma(m, s, acc)              s = the Q8_1 block's f16 d*sum
 
-Integer sums are exact in any order, so four rows are reduced together by a transposed reduction, and the same function
-serves one row of activations (weights decoded in registers) and many (weights decoded once into a tile that stays in
-the first-level cache).
+Integer sums are exact in any order, so four rows are reduced together by a transposed reduction.
 """
 
 from __future__ import annotations
@@ -30,32 +28,10 @@ from bloomery.cpu_experts.kernels.block_formats import (
     SuperBlock,
     half_floats,
 )
-from bloomery.cpu_experts.kernels.layouts import SMALL_TILE_BYTES, SUPER_TILE_BYTES
 from bloomery.cpu_experts.simd import Emitter, Value, emits, f32x4, i8x32, i16x16, i32x4
 
 PREFETCH_AHEAD: Final = 512  # bytes; four rows far apart are in flight
-_SCALES_AT, _LANES_AT, _D_AT, _MINIMUM_AT = 1024, 2048, 2176, 2192
-_SMALL_D_AT, _SMALL_M_AT = 128, 144
 _INT = types.int64
-
-
-class TileRow:
-    """Row `row` of an unpacked SuperBlock tile, with the face of a SuperBlock."""
-
-    def __init__(self, emitter: Emitter, tile: Value, row: int) -> None:
-        self.s, self.tile, self.row = emitter, tile, row
-
-    def values(self, group: int) -> Value:
-        return self.s.load(i8x32, self.tile, 32 * (4 * group + self.row))
-
-    def scale(self, group: int) -> Value:
-        return self.s.load(i16x16, self.tile, _SCALES_AT + 32 * (4 * group + self.row))
-
-    @property
-    def scales(self) -> Value:
-        return self.s.load(i16x16, self.tile, _LANES_AT + 32 * self.row)
-
-    minima = scales  # a type has an offset or minima, never both
 
 
 def _products(s: Emitter, kind: type[BlockFormat], w: Value, x: Value) -> Value:
@@ -136,59 +112,3 @@ def block_step(name: str) -> Any:
         return _small_dots(s, small, [small(s, address).values(0) for address in addresses], d, m, (xq, xd, xs), acc)
 
     return step
-
-
-def unpack_step(name: str) -> Any:
-    """Numba function (w0, w1, w2, w3, tile): one block of four rows decoded into a tile."""
-
-    @emits(types.void, _INT, _INT, _INT, _INT, _INT)
-    def unpack(s: Emitter, w0: Value, w1: Value, w2: Value, w3: Value, tile: Value) -> None:
-        addresses = (w0, w1, w2, w3)
-        if name in SUPER_BLOCKS:
-            _unpack_super(s, SUPER_BLOCKS[name], addresses, tile)
-        else:
-            kind = SMALL_BLOCKS[name]
-            _prefetch(s, kind, addresses)
-            d, m = _floats(s, kind, addresses)
-            for row, address in enumerate(addresses):
-                s.store(kind(s, address).values(0), tile, 32 * row)
-            s.store(d, tile, _SMALL_D_AT)
-            if m is not None:
-                s.store(m, tile, _SMALL_M_AT)
-
-    return unpack
-
-
-def _unpack_super(s: Emitter, kind: type[SuperBlock], addresses: Sequence[Value], tile: Value) -> None:
-    _prefetch(s, kind, addresses)
-    d, dmin = _floats(s, kind, addresses)
-    for row, address in enumerate(addresses):
-        block = kind(s, address)
-        for group in range(8):
-            s.store(block.values(group), tile, 32 * (4 * group + row))
-            s.store(block.scale(group), tile, _SCALES_AT + 32 * (4 * group + row))
-        if kind.offset or kind.minimum_at is not None:
-            s.store(block.scales if kind.offset else block.minima, tile, _LANES_AT + 32 * row)
-    s.store(d, tile, _D_AT)
-    if dmin is not None:
-        s.store(dmin, tile, _MINIMUM_AT)
-
-
-def tile_step(name: str) -> Any:
-    """Numba function (tile, x values, x d, x sums, acc) -> acc: one block of four rows from its tile."""
-
-    @emits(f32x4, _INT, _INT, _INT, _INT, f32x4)
-    def step(s: Emitter, tile: Value, xq: Value, xd: Value, xs: Value, acc: Value) -> Value:
-        if name in SUPER_BLOCKS:
-            kind = SUPER_BLOCKS[name]
-            d, dmin = s.load(f32x4, tile, _D_AT), s.load(f32x4, tile, _MINIMUM_AT)
-            return _super_dots(s, kind, [TileRow(s, tile, row) for row in range(4)], d, dmin, (xq, xd, xs), acc)
-        d, m = s.load(f32x4, tile, _SMALL_D_AT), s.load(f32x4, tile, _SMALL_M_AT)
-        values = [s.load(i8x32, tile, 32 * row) for row in range(4)]
-        return _small_dots(s, SMALL_BLOCKS[name], values, d, m, (xq, xd, xs), acc)
-
-    return step
-
-
-def tile_bytes(name: str) -> int:
-    return SUPER_TILE_BYTES if name in SUPER_BLOCKS else SMALL_TILE_BYTES

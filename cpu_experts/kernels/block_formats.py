@@ -24,15 +24,13 @@ from typing import ClassVar, Final
 from bloomery.cpu_experts.simd import (
     Emitter,
     Value,
-    f16x4,
-    f32x4,
     i8x16,
     i8x32,
-    i16x4,
     i16x8,
     i16x16,
     i32x4,
     i32x8,
+    vector,
 )
 
 SPLIT_ORDER: Final = (0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15)
@@ -280,9 +278,10 @@ def range_of(start: int, step: int) -> Sequence[int]:
 
 
 def half_floats(s: Emitter, addresses: Sequence[Value], at: int) -> Value:
-    """f32x4 of the f16 at `at` of four blocks."""
-    bits = s.gather_lanes(i16x4, [s.load_scalar("i16", address, at) for address in addresses])
-    return s.widen(f32x4, s.as_(f16x4, bits))
+    """f32 of the f16 at `at` of each block."""
+    lanes = len(addresses)
+    bits = s.gather_lanes(vector("i16", lanes), [s.load_scalar("i16", address, at) for address in addresses])
+    return s.widen(vector("f32", lanes), s.as_(vector("f16", lanes), bits))
 
 
 SUPER_BLOCKS: Final[dict[str, type[SuperBlock]]] = {

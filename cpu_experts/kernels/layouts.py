@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Final
 
-SUPER_TILE_BYTES: Final = 2240  # one 256-element block of four weight rows, decoded (a multiple of 64)
-SMALL_TILE_BYTES: Final = 192  # one 32-element block of four weight rows, decoded
+PANEL_VECTORS: Final = 2  # vectors of weight rows that are decoded and multiplied together
+SUPER_TILE_BYTES: Final = 11520  # one 256-element block of 32 weight rows, decoded (a multiple of 64)
+SMALL_TILE_BYTES: Final = 1280  # one 32-element block of 32 weight rows, decoded
 BUFFER_BYTES: Final = 1024  # a rank's buffer while silu(gate) * up is quantised
 ROUTER_WORDS: Final = 5  # 32-bit words a rank needs for each expert while choosing
 

@@ -3,9 +3,9 @@
 Owns the kernels `matmul_<type>` and `experts_<type>`: which rows a rank computes and in which pattern memory is read.
 The arithmetic is `block_dots` and `float_dots`; arguments are laid out by `lowering`.
 
-A rank owns a run of output rows and walks it in four streams far apart, with software prefetch, which is what keeps
-memory busy. One row of activations multiplies blocks straight from the file; more rows share one decoding of the four
-weight rows into a tile. Both compute the same sums in the same order.
+A rank owns a run of output rows. One row of activations multiplies blocks straight from the file, in four streams far
+apart with software prefetch, which is what keeps memory busy; more rows share one decoding of a panel of weight rows.
+Both compute the same sums in the same order.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any, Final
 
 from numba import types
 
-from bloomery.cpu_experts.kernels.block_dots import block_step, tile_bytes, tile_step, unpack_step
+from bloomery.cpu_experts.kernels.block_dots import block_step
 from bloomery.cpu_experts.kernels.block_formats import SMALL_BLOCKS, SUPER_BLOCKS
+from bloomery.cpu_experts.kernels.elementwise import add_run
 from bloomery.cpu_experts.kernels.float_dots import (
     ELEMENT_BYTES,
     LANES,
@@ -26,6 +27,7 @@ from bloomery.cpu_experts.kernels.float_dots import (
     no_lanes,
 )
 from bloomery.cpu_experts.kernels.layouts import PLANE_BYTES
+from bloomery.cpu_experts.kernels.panel_dots import panel_product, panel_shape, unpack_panel
 from bloomery.cpu_experts.kernels.work import share_end, share_start
 from bloomery.cpu_experts.simd import (
     Emitter,
@@ -91,15 +93,42 @@ def quantised_multiply(name: str) -> Callable[..., None]:
 
     `items` is the address of int32 pairs (row of x, row of out), or 0 for rows 0..count-1 of both.
     """
-    step, unpack, from_tile = block_step(name), unpack_step(name), tile_step(name)
-    nbytes = (SUPER_BLOCKS | SMALL_BLOCKS)[name].nbytes
-    x_bytes, d_bytes, sums_bytes = activation_blocks(name)
-    tile = tile_bytes(name)
+    from_blocks, from_panels = _multiply_blocks(name), _multiply_panels(name)
 
     @compiled
     def multiply(
         weight: int, row_bytes: int, blocks: int, first: int, last: int, x: int, x_stride: int, d_plane: int,
         sums_plane: int, items: int, count: int, out: int, out_stride: int, bias: int, tiles: int,
+    ) -> None:  # fmt: skip
+        if count == 1:
+            row, place = x, out
+            if items != 0:
+                row, place = x + load_i32(items) * x_stride, out + load_i32(items + 4) * out_stride
+            from_blocks(weight, row_bytes, blocks, first, last, row, d_plane, sums_plane, place)
+        else:
+            from_panels(
+                weight, row_bytes, blocks, first, last, x, x_stride, d_plane, sums_plane, items, count, out, out_stride,
+                tiles,
+            )  # fmt: skip
+        if bias != 0:
+            for item in range(count):
+                place = out + item * out_stride + 4 * first
+                add_run(place, bias + 4 * first, place, last - first)
+
+    multiply_: Callable[..., None] = multiply
+    return multiply_
+
+
+def _multiply_blocks(name: str) -> Callable[..., None]:
+    """One row of activations: blocks are decoded in registers, four weight rows far apart at a time."""
+    step = block_step(name)
+    nbytes = (SUPER_BLOCKS | SMALL_BLOCKS)[name].nbytes
+    x_bytes, d_bytes, sums_bytes = activation_blocks(name)
+
+    @compiled
+    def multiply(
+        weight: int, row_bytes: int, blocks: int, first: int, last: int, row: int, d_plane: int, sums_plane: int,
+        out: int,
     ) -> None:  # fmt: skip
         quarter = (last - first + 3) >> 2
         for index in range(quarter):
@@ -110,35 +139,57 @@ def quantised_multiply(name: str) -> Callable[..., None]:
             w0, w1, w2, w3 = (
                 weight + r0 * row_bytes, weight + r1 * row_bytes, weight + r2 * row_bytes, weight + r3 * row_bytes,
             )  # fmt: skip
-            if count == 1:
-                from_row, to_row = 0, 0
-                if items != 0:
-                    from_row, to_row = load_i32(items), load_i32(items + 4)
-                row = x + from_row * x_stride
-                total = _zeros()
-                for block in range(blocks):
-                    at = block * nbytes
-                    total = step(
-                        w0 + at, w1 + at, w2 + at, w3 + at, row + block * x_bytes,
-                        row + d_plane + block * d_bytes, row + sums_plane + block * sums_bytes, total,
-                    )  # fmt: skip
-                _store_results(total, out + to_row * out_stride, bias, r0, r1, r2, r3)
-            else:
-                for block in range(blocks):
-                    at = block * nbytes
-                    unpack(w0 + at, w1 + at, w2 + at, w3 + at, tiles + block * tile)
-                for item in range(count):
-                    from_row, to_row = item, item
-                    if items != 0:
-                        from_row, to_row = load_i32(items + 8 * item), load_i32(items + 8 * item + 4)
-                    row = x + from_row * x_stride
-                    total = _zeros()
-                    for block in range(blocks):
-                        total = from_tile(
-                            tiles + block * tile, row + block * x_bytes, row + d_plane + block * d_bytes,
-                            row + sums_plane + block * sums_bytes, total,
-                        )  # fmt: skip
-                    _store_results(total, out + to_row * out_stride, bias, r0, r1, r2, r3)
+            total = _zeros()
+            for block in range(blocks):
+                at = block * nbytes
+                total = step(
+                    w0 + at, w1 + at, w2 + at, w3 + at, row + block * x_bytes,
+                    row + d_plane + block * d_bytes, row + sums_plane + block * sums_bytes, total,
+                )  # fmt: skip
+            _scatter(total, out + 4 * r0, out + 4 * r1, out + 4 * r2, out + 4 * r3)
+
+    multiply_: Callable[..., None] = multiply
+    return multiply_
+
+
+def _multiply_panels(name: str) -> Callable[..., None]:
+    """Several rows of activations: a panel of weight rows is decoded once, then meets them 4, 2 or 1 at a time."""
+    unpack, shape = unpack_panel(name), panel_shape(name)
+    product_1, product_2, product_4 = (panel_product(name, rows) for rows in (1, 2, 4))
+    height, tile, nbytes = shape.rows, shape.nbytes, shape.panel.facts.nbytes
+    four = shape.vnni  # 16 registers hold two rows of activations
+
+    @inlined
+    def place(items: int, item: int, x: int, x_stride: int, out: int, out_stride: int) -> tuple[int, int]:
+        if items == 0:
+            return x + item * x_stride, out + item * out_stride
+        return x + load_i32(items + 8 * item) * x_stride, out + load_i32(items + 8 * item + 4) * out_stride
+
+    @compiled
+    def multiply(
+        weight: int, row_bytes: int, blocks: int, first: int, last: int, x: int, x_stride: int, d_plane: int,
+        sums_plane: int, items: int, count: int, out: int, out_stride: int, tiles: int,
+    ) -> None:  # fmt: skip
+        for row in range(first, last, height):
+            rows = min(height, last - row)
+            for block in range(blocks):
+                unpack(weight + row * row_bytes + block * nbytes, row_bytes, rows, tiles + block * tile)
+            item, to = 0, out + 4 * row
+            while four and item + 4 <= count:
+                x0, y0 = place(items, item, x, x_stride, to, out_stride)
+                x1, y1 = place(items, item + 1, x, x_stride, to, out_stride)
+                x2, y2 = place(items, item + 2, x, x_stride, to, out_stride)
+                x3, y3 = place(items, item + 3, x, x_stride, to, out_stride)
+                product_4(tiles, blocks, rows, d_plane, sums_plane, x0, x1, x2, x3, y0, y1, y2, y3)
+                item += 4
+            while item + 2 <= count:
+                x0, y0 = place(items, item, x, x_stride, to, out_stride)
+                x1, y1 = place(items, item + 1, x, x_stride, to, out_stride)
+                product_2(tiles, blocks, rows, d_plane, sums_plane, x0, x1, y0, y1)
+                item += 2
+            if item < count:
+                x0, y0 = place(items, item, x, x_stride, to, out_stride)
+                product_1(tiles, blocks, rows, d_plane, sums_plane, x0, y0)
 
     multiply_: Callable[..., None] = multiply
     return multiply_

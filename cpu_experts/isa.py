@@ -1,0 +1,76 @@
+"""Which instruction set the host kernels are written for: its names, what each needs of a CPU, and the choice.
+
+Owns BLOOMERY_ISA and the features that compiled code may use. Knows nothing of what kernels do with them. Every variant
+computes the same bits; they differ in speed only.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any, Final
+
+import llvmlite.binding as llvm
+from numba.core import config as _config
+
+AVX2: Final = "avx2"
+AVX512VNNI: Final = "avx512vnni"
+_AVX2_NEEDS: Final = ("avx2", "fma", "f16c")
+NEEDS: Final[dict[str, tuple[str, ...]]] = {
+    AVX2: _AVX2_NEEDS,
+    AVX512VNNI: (*_AVX2_NEEDS, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"),
+}
+"""Features of the CPU by variant, slowest variant first."""
+
+# What code of the AVX2 variant is compiled for on a CPU that has more: otherwise LLVM would use AVX-512 where it likes.
+_AVX2_CPU: Final = ("haswell", "+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+popcnt,+movbe")
+
+
+def _narrow() -> None:
+    """Holds Numba to AVX2 if BLOOMERY_ISA asks for it; an explicit choice of Numba's own variables stays."""
+    if os.environ.get("BLOOMERY_ISA") != AVX2 or "NUMBA_CPU_FEATURES" in os.environ:
+        return
+    os.environ["NUMBA_CPU_NAME"], os.environ["NUMBA_CPU_FEATURES"] = _AVX2_CPU
+    settings: Any = _config
+    settings.CPU_NAME, settings.CPU_FEATURES = _AVX2_CPU
+
+
+_narrow()
+
+
+@functools.cache
+def host_features() -> dict[str, bool]:
+    """Features that compiled code may use: the CPU's, or NUMBA_CPU_FEATURES where that narrows them."""
+    narrowed = os.environ.get("NUMBA_CPU_FEATURES")
+    if narrowed is None:
+        return dict(llvm.get_host_cpu_features())
+    return {word[1:]: word.startswith("+") for word in narrowed.split(",") if word}
+
+
+def _missing(isa: str, features: dict[str, bool]) -> list[str]:
+    return [name.upper() for name in NEEDS[isa] if not features.get(name, False)]
+
+
+def refusal(features: dict[str, bool] | None = None) -> str | None:
+    """Why this CPU cannot run the kernels (names what it lacks), or None if it can. Also refuses a BLOOMERY_ISA that
+    there is no variant for, or that the CPU lacks."""
+    forced = os.environ.get("BLOOMERY_ISA", "")
+    if forced not in ("", *NEEDS):
+        return f"BLOOMERY_ISA={forced}: the host kernels exist for {', '.join(NEEDS)}"
+    missing = _missing(forced or AVX2, host_features() if features is None else features)
+    if not missing:
+        return None
+    if forced:
+        return f"BLOOMERY_ISA={forced}: this CPU lacks {', '.join(missing)}"
+    return f"this CPU lacks {', '.join(missing)}, which the host kernels need"
+
+
+def available_isas() -> list[str]:
+    """The variants that code compiled now may use, slowest first."""
+    return [isa for isa in NEEDS if not _missing(isa, host_features())]
+
+
+@functools.cache
+def active_isa() -> str:
+    """The variant that kernels are made for: BLOOMERY_ISA, else the fastest that the CPU has."""
+    return os.environ.get("BLOOMERY_ISA") or available_isas()[-1]
