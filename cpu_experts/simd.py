@@ -65,7 +65,7 @@ def vector(element: str, lanes: int) -> Vector:
 
 
 i8x16, i8x32, i8x64 = vector("i8", 16), vector("i8", 32), vector("i8", 64)
-i16x4, i16x8, i16x16 = vector("i16", 4), vector("i16", 8), vector("i16", 16)
+i16x4, i16x8, i16x16, i16x32 = (vector("i16", lanes) for lanes in (4, 8, 16, 32))
 i32x4, i32x8, i32x16 = vector("i32", 4), vector("i32", 8), vector("i32", 16)
 f16x4, f16x8 = vector("f16", 4), vector("f16", 8)
 f32x4, f32x8 = vector("f32", 4), vector("f32", 8)
@@ -268,9 +268,13 @@ class Emitter:
 
     def pair_products_i16(self, x: Value, y: Value) -> Value:
         """vpmaddwd: i32[j] = x[2j]*y[2j] + x[2j+1]*y[2j+1]."""
-        if x.type.count == 8:
-            return self.call("llvm.x86.sse2.pmadd.wd", i32x4.ir, [x, y])
-        return self.call("llvm.x86.avx2.pmadd.wd", i32x8.ir, [x, y])
+        lanes = x.type.count // 2
+        name = {4: "sse2.pmadd.wd", 8: "avx2.pmadd.wd", 16: "avx512.pmaddw.d.512"}[lanes]
+        return self.call(f"llvm.x86.{name}", vector("i32", lanes).ir, [x, y])
+
+    def pack_i16(self, x: Value, y: Value) -> Value:
+        """vpackssdw of i32x16 (AVX-512): in each 16 bytes the four lanes of x, then those of y, saturated to i16."""
+        return self.call("llvm.x86.avx512.packssdw.512", i16x32.ir, [x, y])
 
     def add_products_u8(self, total: Value, unsigned: Value, signed: Value) -> Value:
         """vpdpbusd (AVX-512-VNNI): total[j] + the sum over i < 4 of u8[4j+i] * s8[4j+i]; 8 or 16 lanes."""

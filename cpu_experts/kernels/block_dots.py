@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from numba import types
 
+from bloomery.cpu_experts.isa import AVX512VNNI, active_isa
 from bloomery.cpu_experts.kernels.block_formats import (
     SMALL_BLOCKS,
     SUPER_BLOCKS,
@@ -28,6 +29,8 @@ from bloomery.cpu_experts.kernels.block_formats import (
     SuperBlock,
     half_floats,
 )
+from bloomery.cpu_experts.kernels.wide_dots import wide_dots
+from bloomery.cpu_experts.kernels.wide_formats import WIDE_BLOCKS
 from bloomery.cpu_experts.simd import Emitter, Value, emits, f32x4, i8x32, i16x16, i32x4
 
 PREFETCH_AHEAD: Final = 512  # bytes; four rows far apart are in flight
@@ -101,6 +104,9 @@ def block_step(name: str) -> Any:
     def step(s: Emitter, w0: Value, w1: Value, w2: Value, w3: Value, *x_and_acc: Value) -> Value:
         addresses = (w0, w1, w2, w3)
         xq, xd, xs, acc = x_and_acc
+        if name in WIDE_BLOCKS and active_isa() == AVX512VNNI:
+            _prefetch(s, SUPER_BLOCKS[name], addresses)
+            return wide_dots(s, WIDE_BLOCKS[name], addresses, (xq, xd, xs), acc)
         if name in SUPER_BLOCKS:
             kind = SUPER_BLOCKS[name]
             _prefetch(s, kind, addresses)

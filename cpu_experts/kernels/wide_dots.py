@@ -1,0 +1,73 @@
+"""Dots of four weight rows with one row of activations in 64-byte registers (AVX-512-VNNI), in the order of `block_dots`.
+
+Owns how the integer sums are taken there: vpdpbusd multiplies 64 elements of a row; the sums of four products fit i16
+(63 * 127 * 4), so those of 128 elements are packed together and meet their scales in one vpdpwssd. The float steps are
+the canonical ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bloomery.cpu_experts.kernels.block_formats import half_floats
+from bloomery.cpu_experts.kernels.wide_formats import WideBlocks
+from bloomery.cpu_experts.simd import Emitter, Value, f32x4, i8x64, i16x16, i32x16
+
+
+def wide_dots(
+    s: Emitter, kind: type[WideBlocks], addresses: Sequence[Value], x: Sequence[Value], acc: Value
+) -> Value:
+    """acc (f32x4) after one block of four rows; x: addresses of the activations' values, d and sums."""
+    x_values, x_d, x_sums = x
+    facts, blocks = kind.facts, kind(s, addresses)
+    activations = [s.load(i8x64, x_values, 64 * group) for group in range(4)]
+    sums = s.load(i16x16, x_sums)
+    totals = []
+    for row in range(4):
+        total = s.zero(i32x16)
+        for pair in range(2):
+            dots = [
+                s.add_products_u8(s.zero(i32x16), blocks.values(row, group), activations[group])
+                for group in (2 * pair, 2 * pair + 1)
+            ]
+            total = s.add_products_i16(total, s.pack_i16(*dots), _scales(s, blocks, row, pair))
+        totals.append(s.add(s.low(total), s.high(total)))
+    if facts.offset:
+        shift = facts.offset.bit_length() - 1
+        for row, lift in enumerate(_by_sums(s, blocks.scale_pairs, sums)):
+            totals[row] = s.sub(totals[row], s.shl(lift, shift))
+    dx = s.splat(f32x4, s.load_scalar("f32", x_d))
+    d = half_floats(s, addresses, facts.d_at)
+    acc = s.fma(s.fmul(d, dx), s.to_float(f32x4, s.sum4(*totals)), acc)
+    if facts.minimum_at is not None:
+        dmin = half_floats(s, addresses, facts.minimum_at)
+        acc = s.fma(s.fneg(s.fmul(dmin, dx)), s.to_float(f32x4, _minima(s, blocks, sums)), acc)
+    return acc
+
+
+def _scales(s: Emitter, blocks: WideBlocks, row: int, pair: int) -> Value:
+    """i16x32 beside the packed sums of elements 128*pair ..: in each 16 bytes four of the first 64, four of the second."""
+    places = []
+    for lane in range(32):
+        quarter, within = divmod(lane, 8)
+        element = 128 * pair + 64 * (within // 4) + 16 * quarter
+        places.append(16 * (row % 2) + blocks.scale_place(element))
+    return s.lanes(blocks.scale_pairs[row // 2], places)
+
+
+def _by_sums(s: Emitter, pairs: Sequence[Value], sums: Value) -> list[Value]:
+    """i32x8 for each row: 16 scales or minima times the activation sums, eight partial sums."""
+    twice = s.concat(sums, sums)
+    products = [s.pair_products_i16(pair, twice) for pair in pairs]
+    return [half for product in products for half in (s.low(product), s.high(product))]
+
+
+def _minima(s: Emitter, blocks: WideBlocks, sums: Value) -> Value:
+    """i32x4: for each row the sum of minimum * activation sum."""
+    if blocks.sub_blocks == 16:
+        return s.sum4(*_by_sums(s, blocks.minimum_pairs, sums))
+    eight = s.add(s.low(sums), s.high(sums))  # split order: even sub-blocks of 16 and odd ones
+    twice = s.concat(eight, eight)
+    products = s.pair_products_i16(blocks.eight_minima, s.concat(twice, twice))
+    parts = [s.lanes(products, range(4 * row, 4 * row + 4)) for row in range(4)]
+    return s.sum4(*parts)

@@ -1,0 +1,218 @@
+"""How one block of four weight rows is taken apart in 64-byte registers (AVX-512), for one row of activations.
+
+Owns the same bit layouts as `block_formats`, whose classes give the facts of a type. Values come 64 elements of a row at
+a time; the packed scales of the four rows are decoded together, each row in its own 16 bytes of a register. How they are
+multiplied is `wide_dots`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import ClassVar, Final
+
+from bloomery.cpu_experts.isa import host_features
+from bloomery.cpu_experts.kernels import block_formats
+from bloomery.cpu_experts.kernels.block_formats import SPLIT_ORDER, SuperBlock
+from bloomery.cpu_experts.simd import Emitter, Value, i8x16, i8x32, i8x64, i16x32, i32x16, vector
+
+i64x8 = vector("i64", 8)
+
+
+def split_place(block: int) -> int:
+    """Where sub-block `block` of 16 lies in split order."""
+    return SPLIT_ORDER.index(block)
+
+
+class WideBlocks:
+    """One block of four rows at four addresses. Class attributes and methods describe a quant type."""
+
+    facts: ClassVar[type[SuperBlock]]
+    sub_blocks: ClassVar[int] = 16
+
+    def __init__(self, emitter: Emitter, addresses: Sequence[Value]) -> None:
+        self.s = emitter
+        self.addresses = addresses
+
+    def values(self, row: int, group: int) -> Value:
+        """i8x64: elements 64*group .. 64*group + 63 of a row, unsigned and below 64."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def scale_pairs(self) -> list[Value]:
+        """i16x32 twice: the scales of rows 0 and 1, of rows 2 and 3; 16 places a row, `scale_place` says which."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def minimum_pairs(self) -> list[Value]:
+        """i16x32 twice, as `scale_pairs` and in the same places; only for types with minima and 16 sub-blocks."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def eight_minima(self) -> Value:
+        """i16x32: eight minima of each row; only for types with minima and 8 sub-blocks."""
+        raise NotImplementedError
+
+    def scale_place(self, element: int) -> int:
+        """Place of the scale of element `element` among a row's 16."""
+        return split_place(element // 16) if self.sub_blocks == 16 else element // 32
+
+    # ---- loads and bits
+    def four(self, at: int) -> Value:
+        """i8x64: 16 bytes of each row."""
+        s = self.s
+        parts = [s.load(i8x16, address, at) for address in self.addresses]
+        return s.concat(s.concat(parts[0], parts[1]), s.concat(parts[2], parts[3]))
+
+    def twice(self, row: int, at: int) -> Value:
+        """i8x64: 32 bytes of a row, two times."""
+        part = self.s.load(i8x32, self.addresses[row], at)
+        return self.s.concat(part, part)
+
+    def words_of(self, value: Value, shifts: Sequence[int]) -> Value:
+        return self.s.lshr(self.s.as_(i32x16, value), list(shifts) * 4)
+
+    def each(self, value: Value, mask: Sequence[int]) -> Value:
+        """value & mask, the mask's four words repeated in every 16 bytes (words of i32)."""
+        return self.s.and_(value, self.s.constant(i32x16, list(mask) * 4))
+
+    def order(self, value: Value, words: Sequence[int]) -> Value:
+        """Words in every 16 bytes rearranged."""
+        lanes = [4 * part + word for part in range(4) for word in words]
+        return self.s.lanes(self.s.as_(i32x16, value), lanes)
+
+    def bits(self, value: Value, low: tuple[int, int], high: tuple[int, int], width: int) -> Value:
+        """In each byte: `width` bits from bit low[0] moved to bit low[1], zeros elsewhere; high in the upper 32 bytes.
+
+        One instruction with GFNI (a product with a matrix of bits), else a shift and a mask."""
+        if host_features().get("gfni", False):
+            matrix = [_bit_matrix(*low, width)] * 4 + [_bit_matrix(*high, width)] * 4
+            table = self.s.as_(i8x64, self.s.constant(i64x8, matrix))
+            zero = i8x64.ir.element(0)
+            return self.s.call("llvm.x86.vgf2p8affineqb.512", i8x64.ir, [value, table, zero])
+        s = self.s
+        down = [max(0, start - to) for start, to in (low, high)]
+        up = [max(0, to - start) for start, to in (low, high)]
+        words = s.as_(i64x8, value)
+        if any(down):
+            words = s.lshr(words, [down[0]] * 4 + [down[1]] * 4)
+        if any(up):
+            words = s.shl(words, [up[0]] * 4 + [up[1]] * 4)
+        masks = [((1 << width) - 1) << to for _, to in (low, high)]
+        return s.and_(s.as_(i8x64, words), s.constant(i8x64, [masks[0]] * 32 + [masks[1]] * 32))
+
+    def halves(self, value: Value, signed: bool) -> list[Value]:
+        """Bytes (i8x64) as i16x32 twice."""
+        widen = self.s.sext if signed else self.s.zext
+        return [widen(i16x32, self.s.low(value)), widen(i16x32, self.s.high(value))]
+
+    def split(self, value: Value) -> Value:
+        """Every 16 bytes in split order."""
+        lanes = [16 * part + lane for part in range(4) for lane in SPLIT_ORDER]
+        return self.s.lanes(value, lanes)
+
+
+def _bit_matrix(start: int, to: int, width: int) -> int:
+    """Matrix of GF2P8AFFINEQB that moves `width` bits from bit `start` to bit `to`: byte 7 - i selects result bit i."""
+    matrix = 0
+    for bit in range(width):
+        matrix |= (1 << (start + bit)) << (8 * (7 - (to + bit)))
+    return matrix
+
+
+class Q2_K(WideBlocks):
+    facts = block_formats.Q2_K
+
+    @functools.cached_property
+    def packed(self) -> Value:
+        return self.split(self.four(0))
+
+    @functools.cached_property
+    def scale_pairs(self) -> list[Value]:
+        return self.halves(self.s.and_(self.packed, self.s.splat_constant(i8x64, 15)), signed=False)
+
+    @functools.cached_property
+    def minimum_pairs(self) -> list[Value]:
+        upper = self.s.as_(i8x64, self.s.lshr(self.s.as_(i16x32, self.packed), 4))
+        return self.halves(self.s.and_(upper, self.s.splat_constant(i8x64, 15)), signed=False)
+
+    def values(self, row: int, group: int) -> Value:
+        half, pair = divmod(group, 2)
+        return self.bits(self.twice(row, 16 + 32 * half), (4 * pair, 0), (4 * pair + 2, 0), 2)
+
+
+class Q3_K(WideBlocks):
+    facts = block_formats.Q3_K
+
+    @functools.cached_property
+    def scale_pairs(self) -> list[Value]:
+        s = self.s
+        around = self.four(94)  # the 12 packed bytes start at 96; the load stays inside the block
+        lanes = [16 * part + lane for part in range(4) for lane in [2, 3, 4, 5, 6, 7, 8, 9] * 2]
+        low = self.each(self.words_of(s.lanes(around, lanes), [0, 0, 4, 4]), [0x0F0F0F0F] * 4)
+        lanes = [16 * part + lane for part in range(4) for lane in [10, 11, 12, 13] * 4]
+        high = s.shl(s.as_(i32x16, s.lanes(around, lanes)), [4, 2, 0, 0] * 4)
+        high = self.each(s.lshr(high, [0, 0, 0, 2] * 4), [0x30303030] * 4)
+        biased = s.as_(i8x64, s.or_(low, high))
+        return self.halves(self.split(s.sub(biased, s.splat_constant(i8x64, 32))), signed=True)
+
+    def values(self, row: int, group: int) -> Value:
+        half, pair = divmod(group, 2)
+        low = self.bits(self.twice(row, 32 + 32 * half), (4 * pair, 0), (4 * pair + 2, 0), 2)
+        bit = 2 * group
+        return self.s.or_(low, self.bits(self.twice(row, 0), (bit, 2), (bit + 1, 2), 1))
+
+
+class Q4_K(WideBlocks):
+    facts: ClassVar[type[SuperBlock]] = block_formats.Q4_K
+    sub_blocks = 8
+    quants_at: ClassVar[int] = 16
+
+    @functools.cached_property
+    def both(self) -> list[Value]:
+        """i16x32 twice: of two rows each 8 scales, then 8 minima, from the 12 packed bytes at 4."""
+        s = self.s
+        words = self.four(4)
+        low = s.lshr(self.order(words, [0, 2, 1, 2]), [0, 0, 0, 4] * 4)
+        low = self.each(low, [0x3F3F3F3F, 0x0F0F0F0F] * 2)
+        high = s.lshr(self.order(words, [0, 0, 1, 1]), [0, 2, 0, 2] * 4)
+        high = self.each(high, [0, 0x30303030] * 2)
+        return self.halves(s.as_(i8x64, s.or_(low, high)), signed=False)
+
+    @functools.cached_property
+    def scale_pairs(self) -> list[Value]:
+        return self.both
+
+    @functools.cached_property
+    def eight_minima(self) -> Value:
+        lanes = [*range(8, 16), *range(24, 32), *range(40, 48), *range(56, 64)]
+        return self.s.shuffle(*self.both, lanes)
+
+    def values(self, row: int, group: int) -> Value:
+        return self.bits(self.twice(row, self.quants_at + 32 * group), (0, 0), (4, 0), 4)
+
+
+class Q5_K(Q4_K):
+    facts = block_formats.Q5_K
+    quants_at = 48
+
+    def values(self, row: int, group: int) -> Value:
+        high = self.bits(self.twice(row, 16), (2 * group, 4), (2 * group + 1, 4), 1)
+        return self.s.or_(super().values(row, group), high)
+
+
+class Q6_K(WideBlocks):
+    facts = block_formats.Q6_K
+
+    @functools.cached_property
+    def scale_pairs(self) -> list[Value]:
+        return self.halves(self.split(self.four(192)), signed=True)
+
+    def values(self, row: int, group: int) -> Value:
+        half, pair = divmod(group, 2)
+        low = self.bits(self.s.load(i8x64, self.addresses[row], 64 * half), (4 * pair, 0), (4 * pair, 0), 4)
+        high = self.twice(row, 128 + 32 * half)
+        return self.s.or_(low, self.bits(high, (4 * pair, 4), (4 * pair + 2, 4), 2))
+
+
+WIDE_BLOCKS: Final[dict[str, type[WideBlocks]]] = {kind.__name__: kind for kind in (Q2_K, Q3_K, Q4_K, Q5_K, Q6_K)}
