@@ -12,7 +12,6 @@ AVX2 with FMA and F16C is the floor; the words that need more say so (`isa` deci
 
 from __future__ import annotations
 
-import functools
 import inspect
 import struct
 from collections.abc import Callable, Sequence
@@ -22,54 +21,36 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic, models, register_model
+from numba.extending import intrinsic
+
+from bloomery.cpu_experts.vectors import BYTES, ELEMENTS
+from bloomery.cpu_experts.vectors import Vector as Vector
+from bloomery.cpu_experts.vectors import f16x4 as f16x4
+from bloomery.cpu_experts.vectors import f16x8 as f16x8
+from bloomery.cpu_experts.vectors import f32x4 as f32x4
+from bloomery.cpu_experts.vectors import f32x8 as f32x8
+from bloomery.cpu_experts.vectors import f64x4 as f64x4
+from bloomery.cpu_experts.vectors import f64x8 as f64x8
+from bloomery.cpu_experts.vectors import i8x16 as i8x16
+from bloomery.cpu_experts.vectors import i8x32 as i8x32
+from bloomery.cpu_experts.vectors import i8x64 as i8x64
+from bloomery.cpu_experts.vectors import i16x4 as i16x4
+from bloomery.cpu_experts.vectors import i16x8 as i16x8
+from bloomery.cpu_experts.vectors import i16x16 as i16x16
+from bloomery.cpu_experts.vectors import i16x32 as i16x32
+from bloomery.cpu_experts.vectors import i32x4 as i32x4
+from bloomery.cpu_experts.vectors import i32x8 as i32x8
+from bloomery.cpu_experts.vectors import i32x16 as i32x16
+from bloomery.cpu_experts.vectors import vector as vector
 
 Value: TypeAlias = Any  # an llvmlite ir.Value, or a Numba value inside a kernel: neither package is typed
 
-_ELEMENTS: Final = {
-    "i8": ir.IntType(8),
-    "i16": ir.IntType(16),
-    "i32": ir.IntType(32),
-    "i64": ir.IntType(64),
-    "f16": ir.HalfType(),
-    "f32": ir.FloatType(),
-    "f64": ir.DoubleType(),
-}
-_BYTES: Final = {"i8": 1, "i16": 2, "i32": 4, "i64": 8, "f16": 2, "f32": 4, "f64": 8}
+llvm.initialize_native_asmparser()  # Numba does not, and inline assembly aborts the process without it
+
 _codegen: Any = cgutils
-_I32: Final = _ELEMENTS["i32"]
-_I64: Final = _ELEMENTS["i64"]
+_I32: Final = ELEMENTS["i32"]
+_I64: Final = ELEMENTS["i64"]
 LLVM_VERSION: Final[int] = llvm.llvm_version_info[0]
-
-
-class Vector(types.Type):
-    """Numba type of `lanes` elements ("i8", "i16", "i32", "i64", "f16", "f32", "f64") held in a vector register."""
-
-    def __init__(self, element: str, lanes: int) -> None:
-        self.element = element
-        self.lanes = lanes
-        self.ir = ir.VectorType(_ELEMENTS[element], lanes)
-        self.nbytes = _BYTES[element] * lanes
-        super().__init__(name=f"{element}x{lanes}")
-
-
-@register_model(Vector)
-class _VectorModel(models.PrimitiveModel):
-    def __init__(self, dmm: Any, fe_type: Vector) -> None:
-        super().__init__(dmm, fe_type, fe_type.ir)  # type: ignore[no-untyped-call]
-
-
-@functools.cache
-def vector(element: str, lanes: int) -> Vector:
-    return Vector(element, lanes)
-
-
-i8x16, i8x32, i8x64 = vector("i8", 16), vector("i8", 32), vector("i8", 64)
-i16x4, i16x8, i16x16, i16x32 = (vector("i16", lanes) for lanes in (4, 8, 16, 32))
-i32x4, i32x8, i32x16 = vector("i32", 4), vector("i32", 8), vector("i32", 16)
-f16x4, f16x8 = vector("f16", 4), vector("f16", 8)
-f32x4, f32x8 = vector("f32", 4), vector("f32", 8)
-f64x4, f64x8 = vector("f64", 4), vector("f64", 8)
 
 
 class Emitter:
@@ -131,10 +112,10 @@ class Emitter:
         return self.b.select(self._first(f32x8, count), value, self.splat_constant(f32x8, other))
 
     def load_scalar(self, element: str, address: Value, offset: int = 0) -> Value:
-        return self.b.load(self.pointer(address, offset, _ELEMENTS[element]), align=1)
+        return self.b.load(self.pointer(address, offset, ELEMENTS[element]), align=1)
 
     def prefetch(self, address: Value, offset: int = 0) -> None:
-        byte = self.pointer(address, offset, _ELEMENTS["i8"])
+        byte = self.pointer(address, offset, ELEMENTS["i8"])
         self.call("llvm.prefetch.p0", ir.VoidType(), [byte, _I32(0), _I32(3), _I32(1)])
 
     def call(self, name: str, result: Any, arguments: Sequence[Value]) -> Value:
@@ -200,6 +181,10 @@ class Emitter:
     def as_(self, kind: Vector, value: Value) -> Value:
         """The same bits seen as another type."""
         return self.b.bitcast(value, kind.ir)
+
+    def opaque(self, value: Value) -> Value:
+        """The same value, of which the optimiser knows nothing."""
+        return self.b.asm(ir.FunctionType(value.type, [value.type]), "", "=v,0", [value], False)
 
     def table(self, table: Value, indices: Value) -> Value:
         """vpshufb: byte lookup inside each 16 bytes; a set top bit gives 0. 64 bytes need AVX-512."""
@@ -286,7 +271,7 @@ class Emitter:
 
     def _vnni(self, name: str, element: str, total: Value, x: Value, y: Value) -> Value:
         bits = 32 * total.type.count
-        operand = vector(element, bits // (8 * _BYTES[element])).ir if LLVM_VERSION >= 22 else total.type
+        operand = vector(element, bits // (8 * BYTES[element])).ir if LLVM_VERSION >= 22 else total.type
         operands = [total, self.b.bitcast(x, operand), self.b.bitcast(y, operand)]
         return self.call(f"llvm.x86.avx512.{name}.{bits}", total.type, operands)
 

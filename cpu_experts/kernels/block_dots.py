@@ -15,12 +15,13 @@ Integer sums are exact in any order, so four rows are reduced together by a tran
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, Final
 
 from numba import types
 
-from bloomery.cpu_experts.isa import AVX512VNNI, active_isa
+from bloomery.cpu_experts.isa import AVX512VNNI, active_isa, prefetch_distance
 from bloomery.cpu_experts.kernels.block_formats import (
     SMALL_BLOCKS,
     SUPER_BLOCKS,
@@ -33,8 +34,16 @@ from bloomery.cpu_experts.kernels.wide_dots import wide_dots
 from bloomery.cpu_experts.kernels.wide_formats import WIDE_BLOCKS
 from bloomery.cpu_experts.simd import Emitter, Value, emits, f32x4, i8x32, i16x16, i32x4
 
-PREFETCH_AHEAD: Final = 512  # bytes; four rows far apart are in flight
+PREFETCH_AHEAD: Final = int(os.environ.get("BL_PF", "512"))
 _INT = types.int64
+
+
+def prefetch(s: Emitter, kind: type[BlockFormat], addresses: Sequence[Value]) -> None:
+    """Fetches what comes some blocks later in each row, where the CPU does not see four streams by itself."""
+    if ahead := prefetch_distance():
+        for address in addresses:
+            for line in range(0, max(kind.nbytes, 64), 64):
+                s.prefetch(address, ahead + line)
 
 
 def _products(s: Emitter, kind: type[BlockFormat], w: Value, x: Value) -> Value:
@@ -91,12 +100,6 @@ def _floats(s: Emitter, kind: type[BlockFormat], addresses: Sequence[Value]) -> 
     return d, None if kind.minimum_at is None else half_floats(s, addresses, kind.minimum_at)
 
 
-def _prefetch(s: Emitter, kind: type[BlockFormat], addresses: Sequence[Value]) -> None:
-    for address in addresses:
-        for line in range(0, max(kind.nbytes, 64), 64):
-            s.prefetch(address, PREFETCH_AHEAD + line)
-
-
 def block_step(name: str) -> Any:
     """Numba function (w0, w1, w2, w3, x values, x d, x sums, acc) -> acc: one block of four rows as the file has it."""
 
@@ -105,15 +108,15 @@ def block_step(name: str) -> Any:
         addresses = (w0, w1, w2, w3)
         xq, xd, xs, acc = x_and_acc
         if name in WIDE_BLOCKS and active_isa() == AVX512VNNI:
-            _prefetch(s, SUPER_BLOCKS[name], addresses)
+            prefetch(s, SUPER_BLOCKS[name], addresses)
             return wide_dots(s, WIDE_BLOCKS[name], addresses, (xq, xd, xs), acc)
         if name in SUPER_BLOCKS:
             kind = SUPER_BLOCKS[name]
-            _prefetch(s, kind, addresses)
+            prefetch(s, kind, addresses)
             d, dmin = _floats(s, kind, addresses)
             return _super_dots(s, kind, [kind(s, address) for address in addresses], d, dmin, (xq, xd, xs), acc)
         small = SMALL_BLOCKS[name]
-        _prefetch(s, small, addresses)
+        prefetch(s, small, addresses)
         d, m = _floats(s, small, addresses)
         return _small_dots(s, small, [small(s, address).values(0) for address in addresses], d, m, (xq, xd, xs), acc)
 

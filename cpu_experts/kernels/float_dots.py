@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from numba import types
 
+from bloomery.cpu_experts.isa import prefetch_distance
 from bloomery.cpu_experts.simd import Emitter, Value, emits, f32x4, f32x8, i32x8, vector
 
 LANES: Final = 16
@@ -64,8 +65,8 @@ def float_step(name: str) -> Any:
 
     @emits(f32x64, _INT, _INT, _INT, _INT, _INT, f32x64)
     def step(s: Emitter, w0: Value, w1: Value, w2: Value, w3: Value, x: Value, lanes: Value) -> Value:
-        for row in (w0, w1, w2, w3):
-            s.prefetch(row, 512)
+        for row in (w0, w1, w2, w3) if prefetch_distance() else ():
+            s.prefetch(row, prefetch_distance())
         w = _join(s, [load_floats(s, name, row) for row in (w0, w1, w2, w3)])
         return s.fma(w, _join(s, [load_floats(s, name, x)] * 4), lanes)
 

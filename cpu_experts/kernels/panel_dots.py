@@ -19,6 +19,7 @@ from typing import Any, Final, TypeAlias
 from numba import types
 
 from bloomery.cpu_experts.isa import AVX512VNNI, active_isa
+from bloomery.cpu_experts.kernels.block_dots import prefetch
 from bloomery.cpu_experts.kernels.block_formats import SPLIT_ORDER, SUPER_BLOCKS, half_floats
 from bloomery.cpu_experts.kernels.layouts import PANEL_VECTORS, PLANE_BYTES
 from bloomery.cpu_experts.kernels.panel_formats import PANELS, Panel
@@ -26,7 +27,6 @@ from bloomery.cpu_experts.simd import Emitter, Value, emits, vector
 
 _INT: Final = types.int64
 Values: TypeAlias = list[Value]
-_PREFETCH_AHEAD: Final = 512  # bytes in each row
 _BIAS: Final = 128  # makes a signed byte unsigned
 
 
@@ -124,9 +124,7 @@ def unpack_panel(name: str) -> Any:
 
 def _unpack_vector(s: Emitter, shape: Shape, addresses: Sequence[Value], tile: Value) -> None:
     facts = shape.panel.facts
-    for address in addresses:
-        for line in range(0, facts.nbytes, 64):
-            s.prefetch(address, _PREFETCH_AHEAD + line)
+    prefetch(s, facts, addresses)
     panel = shape.panel(s, addresses)
     bias = s.splat_constant(panel.word, 0x80808080)
     for step, value in enumerate(panel.values()):

@@ -1,4 +1,4 @@
-"""Dots of four weight rows with one row of activations in 64-byte registers (AVX-512-VNNI), in the order of `block_dots`.
+"""Dots of four weight rows with one row of activations in 64-byte registers (AVX-512-VNNI), in `block_dots`' order.
 
 Owns how the integer sums are taken there: vpdpbusd multiplies 64 elements of a row; the sums of four products fit i16
 (63 * 127 * 4), so those of 128 elements are packed together and meet their scales in one vpdpwssd. The float steps are
@@ -9,18 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bloomery.cpu_experts.kernels.block_formats import half_floats
 from bloomery.cpu_experts.kernels.wide_formats import WideBlocks
-from bloomery.cpu_experts.simd import Emitter, Value, f32x4, i8x64, i16x16, i32x16
+from bloomery.cpu_experts.simd import Emitter, Value, f32x4, i8x32, i16x16, i32x16
 
 
-def wide_dots(
-    s: Emitter, kind: type[WideBlocks], addresses: Sequence[Value], x: Sequence[Value], acc: Value
-) -> Value:
+def wide_dots(s: Emitter, kind: type[WideBlocks], addresses: Sequence[Value], x: Sequence[Value], acc: Value) -> Value:
     """acc (f32x4) after one block of four rows; x: addresses of the activations' values, d and sums."""
     x_values, x_d, x_sums = x
     facts, blocks = kind.facts, kind(s, addresses)
-    activations = [s.load(i8x64, x_values, 64 * group) for group in range(4)]
+    activations = [s.concat(*(s.load(i8x32, x_values, start) for start in blocks.runs(group))) for group in range(4)]
     sums = s.load(i16x16, x_sums)
     totals = []
     for row in range(4):
@@ -37,20 +34,22 @@ def wide_dots(
         for row, lift in enumerate(_by_sums(s, blocks.scale_pairs, sums)):
             totals[row] = s.sub(totals[row], s.shl(lift, shift))
     dx = s.splat(f32x4, s.load_scalar("f32", x_d))
-    d = half_floats(s, addresses, facts.d_at)
+    d = blocks.floats[0]
     acc = s.fma(s.fmul(d, dx), s.to_float(f32x4, s.sum4(*totals)), acc)
     if facts.minimum_at is not None:
-        dmin = half_floats(s, addresses, facts.minimum_at)
+        dmin = blocks.floats[1]
         acc = s.fma(s.fneg(s.fmul(dmin, dx)), s.to_float(f32x4, _minima(s, blocks, sums)), acc)
     return acc
 
 
 def _scales(s: Emitter, blocks: WideBlocks, row: int, pair: int) -> Value:
-    """i16x32 beside the packed sums of elements 128*pair ..: in each 16 bytes four of the first 64, four of the second."""
+    """i16x32 beside the packed sums of groups 2*pair and 2*pair + 1: in each 16 bytes four of the first, four of the
+    second."""
     places = []
     for lane in range(32):
         quarter, within = divmod(lane, 8)
-        element = 128 * pair + 64 * (within // 4) + 16 * quarter
+        run = blocks.runs(2 * pair + within // 4)[quarter // 2]
+        element = run + 16 * (quarter % 2)
         places.append(16 * (row % 2) + blocks.scale_place(element))
     return s.lanes(blocks.scale_pairs[row // 2], places)
 

@@ -1,8 +1,8 @@
 """How one block of four weight rows is taken apart in 64-byte registers (AVX-512), for one row of activations.
 
-Owns the same bit layouts as `block_formats`, whose classes give the facts of a type. Values come 64 elements of a row at
-a time; the packed scales of the four rows are decoded together, each row in its own 16 bytes of a register. How they are
-multiplied is `wide_dots`.
+Owns the same bit layouts as `block_formats`, whose classes give the facts of a type. Values come 64 elements of a row
+at a time; the packed scales of the four rows are decoded together, each row in its own 16 bytes of a register. How they
+are multiplied is `wide_dots`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import ClassVar, Final
 
 from bloomery.cpu_experts.isa import host_features
 from bloomery.cpu_experts.kernels import block_formats
-from bloomery.cpu_experts.kernels.block_formats import SPLIT_ORDER, SuperBlock
-from bloomery.cpu_experts.simd import Emitter, Value, i8x16, i8x32, i8x64, i16x32, i32x16, vector
+from bloomery.cpu_experts.kernels.block_formats import SPLIT_ORDER, SuperBlock, half_floats
+from bloomery.cpu_experts.simd import Emitter, Value, f32x4, i8x16, i8x32, i8x64, i16x32, i32x16, vector
 
 i64x8 = vector("i64", 8)
 
@@ -35,8 +35,18 @@ class WideBlocks:
         self.addresses = addresses
 
     def values(self, row: int, group: int) -> Value:
-        """i8x64: elements 64*group .. 64*group + 63 of a row, unsigned and below 64."""
+        """i8x64: the elements `runs(group)` of a row, unsigned and below 64."""
         raise NotImplementedError
+
+    def runs(self, group: int) -> tuple[int, int]:
+        """Where the two runs of 32 elements start that group 0..3 of 64 is made of."""
+        return 64 * group, 64 * group + 32
+
+    @functools.cached_property
+    def floats(self) -> list[Value]:
+        """f32x4 of d and, for types that have one, of dmin."""
+        places = [at for at in (self.facts.d_at, self.facts.minimum_at) if at is not None]
+        return [half_floats(self.s, self.addresses, at) for at in places]
 
     @functools.cached_property
     def scale_pairs(self) -> list[Value]:
@@ -85,6 +95,10 @@ class WideBlocks:
         """In each byte: `width` bits from bit low[0] moved to bit low[1], zeros elsewhere; high in the upper 32 bytes.
 
         One instruction with GFNI (a product with a matrix of bits), else a shift and a mask."""
+        masks = [((1 << width) - 1) << to for _, to in (low, high)]
+        kept = self.s.constant(i8x64, [masks[0]] * 32 + [masks[1]] * 32)
+        if low[0] == low[1] and high[0] == high[1]:
+            return self.s.and_(value, kept)
         if host_features().get("gfni", False):
             matrix = [_bit_matrix(*low, width)] * 4 + [_bit_matrix(*high, width)] * 4
             table = self.s.as_(i8x64, self.s.constant(i64x8, matrix))
@@ -98,13 +112,13 @@ class WideBlocks:
             words = s.lshr(words, [down[0]] * 4 + [down[1]] * 4)
         if any(up):
             words = s.shl(words, [up[0]] * 4 + [up[1]] * 4)
-        masks = [((1 << width) - 1) << to for _, to in (low, high)]
-        return s.and_(s.as_(i8x64, words), s.constant(i8x64, [masks[0]] * 32 + [masks[1]] * 32))
+        return s.and_(s.as_(i8x64, words), kept)
 
     def halves(self, value: Value, signed: bool) -> list[Value]:
         """Bytes (i8x64) as i16x32 twice."""
         widen = self.s.sext if signed else self.s.zext
-        return [widen(i16x32, self.s.low(value)), widen(i16x32, self.s.high(value))]
+        # opaque: LLVM would rather permute bytes and widen them again for every use
+        return [self.s.opaque(widen(i16x32, half)) for half in (self.s.low(value), self.s.high(value))]
 
     def split(self, value: Value) -> Value:
         """Every 16 bytes in split order."""
@@ -169,13 +183,23 @@ class Q4_K(WideBlocks):
     quants_at: ClassVar[int] = 16
 
     @functools.cached_property
-    def both(self) -> list[Value]:
-        """i16x32 twice: of two rows each 8 scales, then 8 minima, from the 12 packed bytes at 4."""
+    def header(self) -> Value:
+        """i32x16: of each row d and dmin, then the 12 packed bytes of scales and minima."""
+        return self.s.as_(i32x16, self.four(0))
+
+    @functools.cached_property
+    def floats(self) -> list[Value]:
         s = self.s
-        words = self.four(4)
-        low = s.lshr(self.order(words, [0, 2, 1, 2]), [0, 0, 0, 4] * 4)
+        both = s.as_(vector("f16", 8), s.lanes(self.header, [0, 4, 8, 12]))
+        return [s.widen(f32x4, s.lanes(both, range(first, 8, 2))) for first in range(2)]
+
+    @functools.cached_property
+    def both(self) -> list[Value]:
+        """i16x32 twice: of two rows each 8 scales, then 8 minima."""
+        s = self.s
+        low = s.lshr(self.order(self.header, [1, 3, 2, 3]), [0, 0, 0, 4] * 4)
         low = self.each(low, [0x3F3F3F3F, 0x0F0F0F0F] * 2)
-        high = s.lshr(self.order(words, [0, 0, 1, 1]), [0, 2, 0, 2] * 4)
+        high = s.lshr(self.order(self.header, [1, 1, 2, 2]), [0, 2, 0, 2] * 4)
         high = self.each(high, [0, 0x30303030] * 2)
         return self.halves(s.as_(i8x64, s.or_(low, high)), signed=False)
 
@@ -188,8 +212,14 @@ class Q4_K(WideBlocks):
         lanes = [*range(8, 16), *range(24, 32), *range(40, 48), *range(56, 64)]
         return self.s.shuffle(*self.both, lanes)
 
+    def runs(self, group: int) -> tuple[int, int]:
+        first = 128 * (group // 2) + 32 * (group % 2)
+        return first, first + 64
+
     def values(self, row: int, group: int) -> Value:
-        return self.bits(self.twice(row, self.quants_at + 32 * group), (0, 0), (4, 0), 4)
+        packed = self.s.load(i8x64, self.addresses[row], self.quants_at + 64 * (group // 2))
+        place = (4 * (group % 2), 0)
+        return self.bits(packed, place, place, 4)
 
 
 class Q5_K(Q4_K):
@@ -197,7 +227,8 @@ class Q5_K(Q4_K):
     quants_at = 48
 
     def values(self, row: int, group: int) -> Value:
-        high = self.bits(self.twice(row, 16), (2 * group, 4), (2 * group + 1, 4), 1)
+        first, second = (start // 32 for start in self.runs(group))
+        high = self.bits(self.twice(row, 16), (first, 4), (second, 4), 1)
         return self.s.or_(super().values(row, group), high)
 
 
