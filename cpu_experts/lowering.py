@@ -17,6 +17,7 @@ from typing import Final
 from bloomery.cpu_experts.kernels import FLOAT_TYPES, SUPER_TYPES, WEIGHT_TYPES
 from bloomery.cpu_experts.kernels.layouts import (
     ACTIVATION_ELEMENTS,
+    ATTENTION_HEADS,
     BUFFER_BYTES,
     ROUTER_WORDS,
     SMALL_TILE_BYTES,
@@ -334,13 +335,14 @@ class _Lowering:
         self.emit(f"cache_write_{self.context.cache_type}", *source, *target)
 
     def _attention(self, op: Attention) -> None:
-        area = aligned((self.context.context + 8) * _F32)
+        score_row = aligned((self.context.context + 8) * _F32)
+        area = ATTENTION_HEADS * (score_row + aligned(op.key_width * _F32))
         scores = self.context.scratch("scores", area * self.context.ranks)
         caches = (self.context.state(op.keys), self.context.state(op.values))
         places = (word for cache in caches for word in (cache.address, cache.slot_stride, cache.row_stride))
         widths = (op.q.count, op.q.count // op.kv_heads, op.key_width, op.value_width, _bits(op.scale))
         kernel = f"attention_{self.context.cache_type}"
-        self.emit(kernel, *widths, *self._heads(op.q), *self._heads(op.out), *places, scores, area)
+        self.emit(kernel, *widths, *self._heads(op.q), *self._heads(op.out), *places, scores, score_row, area)
 
     def _router(self, op: Router) -> None:
         self._contiguous(op.logits, op.ids, op.mix)

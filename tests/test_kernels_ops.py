@@ -11,7 +11,7 @@ from in_process import aligned_bytes, run_kernel
 from kernel_references import Floats, float_dot, fma
 from numpy.typing import NDArray
 
-from bloomery.cpu_experts.kernels.layouts import ROUTER_WORDS, aligned
+from bloomery.cpu_experts.kernels.layouts import ATTENTION_HEADS, ROUTER_WORDS, aligned
 from bloomery.runtime.reference_ops import rms_norm, rope, route, swiglu
 
 RANKS = (1, 2, 3)
@@ -131,7 +131,14 @@ def test_cache_write(cache_type: str) -> None:
 
 
 # (query heads, kv heads, key width, value width, values are the keys' state)
-SHAPES = [(4, 2, 32, 32, False), (6, 1, 88, 72, True), (3, 3, 19, 5, False), (2, 1, 128, 128, False)]
+SHAPES = [
+    (4, 2, 32, 32, False),
+    (6, 1, 88, 72, True),
+    (3, 3, 19, 5, False),
+    (2, 1, 128, 128, False),
+    (16, 2, 64, 128, False),  # heads are taken four at a time
+    (4, 1, 96, 64, True),  # by three ranks one at a time, by fewer four at a time
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -149,12 +156,14 @@ def test_attention(shape: tuple[int, int, int, int, bool], cache_type: str) -> N
         values[slot, last + 1 :] = np.nan
     q = generator.standard_normal((5, heads * key_width), dtype=np.float32)
     out = np.empty((5, heads * value_width), np.float32)
-    area = aligned(4 * (context + 8))
+    score_row = aligned(4 * (context + 8))
+    area = ATTENTION_HEADS * (score_row + aligned(4 * key_width))
     scores = aligned_bytes(3 * area, 0xFF)
     step, _alive = step_of(5, slots=slots, positions=positions)
     caches = [word for cache in (keys, values) for word in (cache.ctypes.data, *cache.strides[:2])]
     places = (*place(q, 0, key_width), *place(out, 0, value_width))
-    words = [heads, heads // groups, key_width, value_width, bits(scale), *places, *caches, scores.ctypes.data, area]
+    areas = (scores.ctypes.data, score_row, area)
+    words = [heads, heads // groups, key_width, value_width, bits(scale), *places, *caches, *areas]
     made = same_for_all_ranks(f"attention_{cache_type}", words, step, out).reshape(5, heads, value_width)
     for row, (slot, position) in enumerate(zip(slots, positions)):
         for head in range(heads):
@@ -180,7 +189,7 @@ def test_attention_of_one_position_is_its_value_and_of_two_the_stated_order() ->
     caches = [word for cache in (keys, values) for word in (cache.ctypes.data, *cache.strides[:2])]
     run_kernel(
         "attention_f32",
-        [1, 1, 40, 40, bits(1.0), *place(q, 0, 40), *place(out, 0, 40), *caches, scores.ctypes.data, 64],
+        [1, 1, 40, 40, bits(1.0), *place(q, 0, 40), *place(out, 0, 40), *caches, scores.ctypes.data, 64, 64],
         step,
     )
     np.testing.assert_array_equal(out[0], values[0, 0])

@@ -8,8 +8,9 @@ Owns its order of operations, which depends on nothing but the row's own positio
     weight[p] = e[p] / total
     out[j]    = fma over p in ascending order of weight[p] * value[p][j], from 0
 
-With an f16 cache, q and the weights are rounded to f16 before they meet it, as ggml rounds them. Head by head, so that
-the rows of a prompt block meet the same keys while they are in cache.
+With an f16 cache, q and the weights are rounded to f16 before they meet it, as ggml rounds them. Heads that share keys
+are taken together (`attention_tiles`), and head by head, so that the rows of a prompt block meet the same keys while
+they are in cache.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ from typing import Any, Final
 
 from numba import types
 
+from bloomery.cpu_experts.kernels.attention_tiles import (
+    COLUMNS,
+    as_cached,
+    heads_together,
+    round_queries,
+    score_tile,
+    value_tile,
+)
 from bloomery.cpu_experts.kernels.float_dots import (
+    ELEMENT_BYTES,
     LANES,
     f32x16,
     f32x64,
@@ -33,29 +43,21 @@ from bloomery.cpu_experts.simd import (
     Emitter,
     Value,
     argument,
+    compiled,
     emits,
     f16x8,
     f32x4,
     f32x8,
     float_argument,
+    inlined,
     load_i32,
-    vector,
 )
 
 _INT = types.int64
 # Arguments: heads, heads of a group, key width, value width, scale, q, q row stride, q head stride, out, out row
 # stride, out head stride, keys, their slot stride, their row stride, values, their slot stride, their row stride,
-# scores, bytes of a score area
-ATTENTION_WORDS: Final = 19
-
-
-def _as_cached(s: Emitter, name: str, value: Value) -> Value:
-    """f32 values (a scalar or a vector) rounded to the type of the cache that they meet."""
-    if name == "F32":
-        return value
-    scalar = value.type == f32x8.ir.element
-    half = f16x8.ir.element if scalar else vector("f16", value.type.count).ir
-    return s.b.fpext(s.b.fptrunc(value, half), value.type)
+# scores, bytes of a row of scores, bytes of a rank's area (ATTENTION_HEADS rows of scores, as many queries)
+ATTENTION_WORDS: Final = 20
 
 
 def _key_step(name: str) -> Any:
@@ -63,7 +65,7 @@ def _key_step(name: str) -> Any:
     def step(s: Emitter, k0: Value, k1: Value, k2: Value, k3: Value, q: Value, lanes: Value) -> Value:
         keys = [load_floats(s, name, key) for key in (k0, k1, k2, k3)]
         wide = s.concat(s.concat(keys[0], keys[1]), s.concat(keys[2], keys[3]))
-        query = _as_cached(s, name, s.load(f32x16, q))
+        query = as_cached(s, name, s.load(f32x16, q))
         twice = s.concat(query, query)
         return s.fma(wide, s.concat(twice, twice), lanes)
 
@@ -73,7 +75,7 @@ def _key_step(name: str) -> Any:
 def _key_tail(name: str) -> Any:
     @emits(f32x64, _INT, _INT, _INT, _INT, _INT, types.int64, f32x64)
     def step(s: Emitter, k0: Value, k1: Value, k2: Value, k3: Value, q: Value, lane: Value, lanes: Value) -> Value:
-        query = _as_cached(s, name, s.load_scalar("f32", q))
+        query = as_cached(s, name, s.load_scalar("f32", q))
         for row, key in enumerate((k0, k1, k2, k3)):
             at = s.add(lane, lane.type(16 * row))
             total = s.fma(load_float(s, name, key), query, s.b.extract_element(lanes, at))
@@ -125,7 +127,7 @@ def _weights_8(s: Emitter, scores: Value, count: Value, greatest: Value, total: 
 def _divide_8(name: str) -> Any:
     @emits(types.void, _INT, types.float32)
     def divide(s: Emitter, scores: Value, total: Value) -> None:
-        s.store(_as_cached(s, name, s.fdiv(s.load(f32x8, scores), s.splat(f32x8, total))), scores)
+        s.store(as_cached(s, name, s.fdiv(s.load(f32x8, scores), s.splat(f32x8, total))), scores)
 
     return divide
 
@@ -177,71 +179,146 @@ def _no_total(s: Emitter) -> Value:
     return f32x8.ir.element(0.0)
 
 
+def _softmax(name: str) -> Callable[[int, int], None]:
+    """Numba function (scores, positions seen): scores to weights, in place."""
+    divide_8 = _divide_8(name)
+
+    @inlined
+    def softmax(scores: int, seen: int) -> None:
+        best = _lowest()
+        for position in range(0, seen, 8):
+            best = _greatest_8(scores + 4 * position, seen - position, best)
+        greatest = _greatest(best)
+        sums = _nothing()
+        for position in range(0, seen, 8):
+            sums = _weights_8(scores + 4 * position, seen - position, greatest, sums)
+        total = _sum(sums)
+        for position in range(0, seen, 8):
+            divide_8(scores + 4 * position, total)
+
+    made: Callable[[int, int], None] = softmax
+    return made
+
+
+def _one_head(name: str) -> Callable[..., None]:
+    """Numba function for one query and widths of any size."""
+    element = ELEMENT_BYTES[name]
+    key_step, key_tail, softmax = _key_step(name), _key_tail(name), _softmax(name)
+    value_64, value_8, value_1 = _value_step(name, 64), _value_step(name, 8), _value_single(name)
+
+    @compiled
+    def head(
+        q: int, keys: int, key_stride: int, key_width: int, values: int, value_stride: int, value_width: int, seen: int,
+        scale: float, scores: int, out: int,
+    ) -> None:  # fmt: skip
+        whole = key_width // LANES * LANES
+        for position in range(0, seen, 4):
+            last = seen - 1
+            k0 = keys + position * key_stride
+            k1 = keys + min(position + 1, last) * key_stride
+            k2 = keys + min(position + 2, last) * key_stride
+            k3 = keys + min(position + 3, last) * key_stride
+            lanes = no_lanes()
+            for start in range(0, whole, LANES):
+                at = start * element
+                lanes = key_step(k0 + at, k1 + at, k2 + at, k3 + at, q + 4 * start, lanes)
+            for start in range(whole, key_width):
+                at = start * element
+                lanes = key_tail(k0 + at, k1 + at, k2 + at, k3 + at, q + 4 * start, start - whole, lanes)
+            _store_scores(finish_lanes(lanes), scale, scores + 4 * position)
+        softmax(scores, seen)
+        column = 0
+        while column + 64 <= value_width:
+            wide = no_lanes()
+            for position in range(seen):
+                wide = value_64(values + position * value_stride + column * element, scores + 4 * position, wide)
+            _store_64(wide, out + 4 * column)
+            column += 64
+        while column + 8 <= value_width:
+            eight = _nothing()
+            for position in range(seen):
+                eight = value_8(values + position * value_stride + column * element, scores + 4 * position, eight)
+            _store_8(eight, out + 4 * column)
+            column += 8
+        while column < value_width:
+            one = _no_total()
+            for position in range(seen):
+                one = value_1(values + position * value_stride + column * element, scores + 4 * position, one)
+            _store_1(one, out + 4 * column)
+            column += 1
+
+    made: Callable[..., None] = head
+    return made
+
+
+def _tile_of_heads(name: str) -> Callable[..., None]:
+    """Numba function for the queries of a tile; widths are multiples of LANES and of COLUMNS."""
+    element, heads = ELEMENT_BYTES[name], heads_together()
+    rounded, softmax = round_queries(name), _softmax(name)
+    scores_of, outputs_of = score_tile(name), value_tile(name)
+
+    @compiled
+    def tile(
+        q: int, q_head: int, keys: int, key_stride: int, key_width: int, values: int, value_stride: int,
+        value_width: int, seen: int, scale: float, scores: int, score_row: int, out: int, out_head: int,
+    ) -> None:  # fmt: skip
+        queries, blocks = scores + heads * score_row, key_width // LANES
+        for head in range(heads):
+            rounded(q + head * q_head, queries + 4 * head * key_width, blocks)
+        for position in range(0, seen, 4):
+            last = seen - 1
+            k0 = keys + position * key_stride
+            k1 = keys + min(position + 1, last) * key_stride
+            k2 = keys + min(position + 2, last) * key_stride
+            k3 = keys + min(position + 3, last) * key_stride
+            at = scores + 4 * position
+            scores_of(k0, k1, k2, k3, queries, 4 * key_width, blocks, at, score_row, scale)
+        for head in range(heads):
+            softmax(scores + head * score_row, seen)
+        for column in range(0, value_width, COLUMNS):
+            start = values + column * element
+            outputs_of(start, value_stride, seen, scores, score_row, out + 4 * column, out_head)
+
+    made: Callable[..., None] = tile
+    return made
+
+
 def attention(cache_type: str) -> Callable[[int, int, int, int], None]:
     """Kernel `attention_<type>` for caches of type f32 or f16."""
     name = cache_type.upper()
-    element = 4 if name == "F32" else 2
-    key_step, key_tail, divide_8 = _key_step(name), _key_tail(name), _divide_8(name)
-    value_64, value_8, value_1 = _value_step(name, 64), _value_step(name, 8), _value_single(name)
+    element, together = ELEMENT_BYTES[name], heads_together()
+    one_head, tile_of_heads = _one_head(name), _tile_of_heads(name)
 
     def kernel(args: int, rank: int, ranks: int, step: int) -> None:
         rows, slots, positions = argument(step, 0), argument(step, 3), argument(step, 4)
         heads, group = argument(args, 0), argument(args, 1)
         key_width, value_width, scale = argument(args, 2), argument(args, 3), float_argument(args, 4)
-        scores = argument(args, 17) + rank * argument(args, 18)
+        score_row = argument(args, 18)
+        scores = argument(args, 17) + rank * argument(args, 19)
         key_stride, value_stride = argument(args, 13), argument(args, 16)
-        whole = key_width // LANES * LANES
-        for unit in range(share_start(rows * heads, rank, ranks), share_end(rows * heads, rank, ranks)):
-            head = unit // rows
-            row = unit - head * rows
+        q_head, out_head = argument(args, 7), argument(args, 10)
+        tiled = key_width % LANES == 0 and value_width % COLUMNS == 0 and group % together == 0
+        if rows * heads < 2 * together * ranks:
+            tiled = False  # too few tiles: every rank should have work
+        chunk = together if tiled else 1
+        units = rows * (heads // chunk)
+        for unit in range(share_start(units, rank, ranks), share_end(units, rank, ranks)):
+            head = unit // rows * chunk
+            row = unit - unit // rows * rows
             slot = load_i32(slots + 4 * row)
             seen = load_i32(positions + 4 * row) + 1
-            q = argument(args, 5) + row * argument(args, 6) + head * argument(args, 7)
-            out = argument(args, 8) + row * argument(args, 9) + head * argument(args, 10)
+            q = argument(args, 5) + row * argument(args, 6) + head * q_head
+            out = argument(args, 8) + row * argument(args, 9) + head * out_head
             keys = argument(args, 11) + slot * argument(args, 12) + head // group * key_width * element
             values = argument(args, 14) + slot * argument(args, 15) + head // group * value_width * element
-            for position in range(0, seen, 4):
-                last = seen - 1
-                k0 = keys + position * key_stride
-                k1 = keys + min(position + 1, last) * key_stride
-                k2 = keys + min(position + 2, last) * key_stride
-                k3 = keys + min(position + 3, last) * key_stride
-                lanes = no_lanes()
-                for start in range(0, whole, LANES):
-                    at = start * element
-                    lanes = key_step(k0 + at, k1 + at, k2 + at, k3 + at, q + 4 * start, lanes)
-                for start in range(whole, key_width):
-                    at = start * element
-                    lanes = key_tail(k0 + at, k1 + at, k2 + at, k3 + at, q + 4 * start, start - whole, lanes)
-                _store_scores(finish_lanes(lanes), scale, scores + 4 * position)
-            best = _lowest()
-            for position in range(0, seen, 8):
-                best = _greatest_8(scores + 4 * position, seen - position, best)
-            greatest = _greatest(best)
-            sums = _nothing()
-            for position in range(0, seen, 8):
-                sums = _weights_8(scores + 4 * position, seen - position, greatest, sums)
-            total = _sum(sums)
-            for position in range(0, seen, 8):
-                divide_8(scores + 4 * position, total)
-            column = 0
-            while column + 64 <= value_width:
-                wide = no_lanes()
-                for position in range(seen):
-                    wide = value_64(values + position * value_stride + column * element, scores + 4 * position, wide)
-                _store_64(wide, out + 4 * column)
-                column += 64
-            while column + 8 <= value_width:
-                eight = _nothing()
-                for position in range(seen):
-                    eight = value_8(values + position * value_stride + column * element, scores + 4 * position, eight)
-                _store_8(eight, out + 4 * column)
-                column += 8
-            while column < value_width:
-                one = _no_total()
-                for position in range(seen):
-                    one = value_1(values + position * value_stride + column * element, scores + 4 * position, one)
-                _store_1(one, out + 4 * column)
-                column += 1
+            if tiled:
+                tile_of_heads(
+                    q, q_head, keys, key_stride, key_width, values, value_stride, value_width, seen, scale, scores,
+                    score_row, out, out_head,
+                )  # fmt: skip
+            else:
+                one_head(
+                    q, keys, key_stride, key_width, values, value_stride, value_width, seen, scale, scores, out
+                )  # fmt: skip
 
     return kernel

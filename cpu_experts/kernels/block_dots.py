@@ -15,9 +15,8 @@ Integer sums are exact in any order, so four rows are reduced together by a tran
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 from numba import types
 
@@ -32,9 +31,8 @@ from bloomery.cpu_experts.kernels.block_formats import (
 )
 from bloomery.cpu_experts.kernels.wide_dots import wide_dots
 from bloomery.cpu_experts.kernels.wide_formats import WIDE_BLOCKS
-from bloomery.cpu_experts.simd import Emitter, Value, emits, f32x4, i8x32, i16x16, i32x4
+from bloomery.cpu_experts.simd import Emitter, Value, emits, f32x4, i8x32, i16x16, i32x4, i32x8
 
-PREFETCH_AHEAD: Final = int(os.environ.get("BL_PF", "512"))
 _INT = types.int64
 
 
@@ -44,6 +42,20 @@ def prefetch(s: Emitter, kind: type[BlockFormat], addresses: Sequence[Value]) ->
         for address in addresses:
             for line in range(0, max(kind.nbytes, 64), 64):
                 s.prefetch(address, ahead + line)
+
+
+def _vnni() -> bool:
+    return active_isa() == AVX512VNNI
+
+
+def _four_products(s: Emitter, kind: type[BlockFormat], w: Value, x: Value) -> Value:
+    """i32x8 of exact sums of four products; signed values are taken 128 too great, as vpdpbusd wants unsigned ones."""
+    unsigned = s.xor(w, s.splat_constant(i8x32, 0x80)) if kind.signed else w
+    return s.add_products_u8(s.zero(i32x8), unsigned, x)
+
+
+def _offset(kind: type[BlockFormat]) -> int:
+    return kind.offset + (128 if kind.signed and _vnni() else 0)
 
 
 def _products(s: Emitter, kind: type[BlockFormat], w: Value, x: Value) -> Value:
@@ -62,11 +74,15 @@ def _super_dots(
     for row in rows:
         total = None
         for group in range(8):
-            products = _products(s, kind, row.values(group), s.load(i8x32, x_values, 32 * group))
-            scaled = s.pair_products_i16(products, row.scale(group))
+            values, activations = row.values(group), s.load(i8x32, x_values, 32 * group)
+            if _vnni():  # only types whose scales belong to 32 elements come here: see `wide_dots`
+                factor = s.lanes(s.sext(i32x8, s.low(row.scales)), [group] * 8)
+                scaled = s.mul(_four_products(s, kind, values, activations), factor)
+            else:
+                scaled = s.pair_products_i16(_products(s, kind, values, activations), row.scale(group))
             total = scaled if total is None else s.add(total, scaled)
-        if kind.offset:
-            shift = kind.offset.bit_length() - 1
+        if offset := _offset(kind):
+            shift = offset.bit_length() - 1
             total = s.sub(total, s.shl(s.pair_products_i16(row.scales, sums), shift))
         totals.append(total)
         if kind.minimum_at is not None:
@@ -83,11 +99,14 @@ def _small_dots(
 ) -> Value:
     x_values, x_d, x_sums = x
     quants = s.load(i8x32, x_values)
-    ones = s.splat_constant(i16x16, 1)
-    isum = s.sum4(*[s.pair_products_i16(_products(s, kind, w, quants), ones) for w in values])
-    if kind.offset:
+    if _vnni():
+        isum = s.sum4(*[_four_products(s, kind, w, quants) for w in values])
+    else:
+        ones = s.splat_constant(i16x16, 1)
+        isum = s.sum4(*[s.pair_products_i16(_products(s, kind, w, quants), ones) for w in values])
+    if offset := _offset(kind):
         total = s.splat(i32x4, s.load_scalar("i32", x_sums))
-        isum = s.sub(isum, s.shl(total, kind.offset.bit_length() - 1))
+        isum = s.sub(isum, s.shl(total, offset.bit_length() - 1))
     dx = s.splat(f32x4, s.load_scalar("f32", x_d))
     acc = s.fma(s.fmul(d, dx), s.to_float(f32x4, isum), acc)
     if kind.minimum_at is not None:
@@ -107,7 +126,7 @@ def block_step(name: str) -> Any:
     def step(s: Emitter, w0: Value, w1: Value, w2: Value, w3: Value, *x_and_acc: Value) -> Value:
         addresses = (w0, w1, w2, w3)
         xq, xd, xs, acc = x_and_acc
-        if name in WIDE_BLOCKS and active_isa() == AVX512VNNI:
+        if name in WIDE_BLOCKS and _vnni():
             prefetch(s, SUPER_BLOCKS[name], addresses)
             return wide_dots(s, WIDE_BLOCKS[name], addresses, (xq, xd, xs), acc)
         if name in SUPER_BLOCKS:

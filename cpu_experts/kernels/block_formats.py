@@ -21,6 +21,9 @@ import functools
 from collections.abc import Sequence
 from typing import ClassVar, Final
 
+from llvmlite import ir
+
+from bloomery.cpu_experts.isa import AVX512VNNI, active_isa
 from bloomery.cpu_experts.simd import (
     Emitter,
     Value,
@@ -34,6 +37,7 @@ from bloomery.cpu_experts.simd import (
 )
 
 SPLIT_ORDER: Final = (0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15)
+_BIT_32: Final = ir.VectorType(ir.IntType(1), 32)
 IQ4_VALUES: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
@@ -218,7 +222,10 @@ class SmallBlock(BlockFormat):
     def fifth_bits(self, at: int) -> Value:
         """i8x32: 16 where bit i of the 32-bit word at `at` is set, else 0."""
         s = self.s
-        word = s.as_(i8x32, s.splat(i32x8, s.load_scalar("i32", self.address, at)))
+        bits = s.load_scalar("i32", self.address, at)
+        if active_isa() == AVX512VNNI:  # the word is a mask register
+            return s.b.select(s.b.bitcast(bits, _BIT_32), s.splat_constant(i8x32, 16), s.zero(i8x32))
+        word = s.as_(i8x32, s.splat(i32x8, bits))
         spread = s.table(word, s.bytes32([0] * 8 + [1] * 8 + [2] * 8 + [3] * 8))
         bit = s.bytes32([1, 2, 4, 8, 16, 32, 64, 128] * 4)
         set_ = s.b.sext(s.b.icmp_unsigned("==", s.and_(spread, bit), bit), i8x32.ir)

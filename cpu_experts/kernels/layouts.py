@@ -11,6 +11,7 @@ PANEL_VECTORS: Final = 2  # vectors of weight rows that are decoded and multipli
 SUPER_TILE_BYTES: Final = 11520  # one 256-element block of 32 weight rows, decoded (a multiple of 64)
 SMALL_TILE_BYTES: Final = 1280  # one 32-element block of 32 weight rows, decoded
 BUFFER_BYTES: Final = 1024  # a rank's buffer while silu(gate) * up is quantised
+ATTENTION_HEADS: Final = 4  # queries that share keys and are taken together
 ROUTER_WORDS: Final = 5  # 32-bit words a rank needs for each expert while choosing
 
 ACTIVATION_ELEMENTS: Final = {"Q8_K": 256, "Q8_0": 32, "F16": 1, "BF16": 1}  # elements of a block

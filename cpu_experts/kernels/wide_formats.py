@@ -210,7 +210,8 @@ class Q4_K(WideBlocks):
     @functools.cached_property
     def eight_minima(self) -> Value:
         lanes = [*range(8, 16), *range(24, 32), *range(40, 48), *range(56, 64)]
-        return self.s.shuffle(*self.both, lanes)
+        rows_01, rows_23 = self.both
+        return self.s.shuffle(rows_01, rows_23, lanes)
 
     def runs(self, group: int) -> tuple[int, int]:
         first = 128 * (group // 2) + 32 * (group % 2)

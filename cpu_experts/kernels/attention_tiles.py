@@ -1,0 +1,106 @@
+"""Scores and weighted sums of several queries that share keys and values: pieces of `attention`, in its order.
+
+Owns what is kept in registers. Keys and values are widened once for all queries of a tile; each query's own order of
+operations is untouched, so that the results do not depend on how queries are put together.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from numba import types
+
+from bloomery.cpu_experts.isa import AVX512VNNI, active_isa
+from bloomery.cpu_experts.kernels.float_dots import ELEMENT_BYTES, LANES, f32x16, load_floats
+from bloomery.cpu_experts.kernels.layouts import ATTENTION_HEADS
+from bloomery.cpu_experts.simd import Emitter, Value, emits, f32x4, vector
+
+COLUMNS: Final = 64  # of the output that a tile computes
+_INT: Final = types.int64
+
+
+def heads_together() -> int:
+    """Queries of a tile: four keys or 64 columns for each must fit the registers."""
+    return ATTENTION_HEADS if active_isa() == AVX512VNNI else 1
+
+
+def as_cached(s: Emitter, name: str, value: Value) -> Value:
+    """f32 values (a scalar or a vector) rounded to the type of the cache that they meet."""
+    if name == "F32":
+        return value
+    half = vector("f16", value.type.count).ir if hasattr(value.type, "count") else vector("f16", 1).ir.element
+    return s.b.fpext(s.b.fptrunc(value, half), value.type)
+
+
+def round_queries(name: str) -> Any:
+    """Numba function (q, out, blocks of 16): queries rounded to the type of the cache."""
+
+    @emits(types.void, _INT, _INT, _INT)
+    def copy(s: Emitter, q: Value, out: Value, blocks: Value) -> None:
+        def step(index: Value, _: list[Value]) -> list[Value]:
+            at = s.mul(index, index.type(4 * LANES))
+            s.store(as_cached(s, name, s.load(f32x16, s.add(q, at))), s.add(out, at))
+            return []
+
+        s.loop(blocks, [], step)
+
+    return copy
+
+
+def score_tile(name: str) -> Any:
+    """Numba function (k0, k1, k2, k3, queries, bytes between queries, blocks of 16, scores, bytes between score rows,
+    scale): four keys' scores for each query of a tile."""
+    heads = heads_together()
+
+    @emits(types.void, *[_INT] * 9, types.float64)
+    def tile(s: Emitter, *words: Value) -> None:
+        keys, (queries, distance, blocks, scores, row, scale) = words[:4], words[4:]
+
+        def step(index: Value, lanes: list[Value]) -> list[Value]:
+            at = s.mul(index, index.type(LANES * ELEMENT_BYTES[name]))
+            wide = [load_floats(s, name, s.add(key, at)) for key in keys]
+            at = s.add(queries, s.mul(index, index.type(4 * LANES)))
+            loaded = [s.load(f32x16, s.add(at, s.mul(distance, distance.type(head)))) for head in range(heads)]
+            return [
+                s.fma(key, query, lanes[4 * head + place])
+                for head, query in enumerate(loaded)
+                for place, key in enumerate(wide)
+            ]
+
+        lanes = s.loop(blocks, [s.zero(f32x16)] * (4 * heads), step)
+        factor = s.splat(f32x4, s.b.fptrunc(scale, f32x4.ir.element))
+        for head in range(heads):
+            halves = [s.fadd(s.low(part), s.high(part)) for part in lanes[4 * head : 4 * head + 4]]
+            at = s.add(scores, s.mul(row, row.type(head)))
+            s.store(s.fmul(s.float_sum4(*halves), factor), at)
+
+    return tile
+
+
+def value_tile(name: str) -> Any:
+    """Numba function (values, bytes between their rows, positions, weights, bytes between weight rows, out, bytes
+    between heads of out): COLUMNS columns of the outputs of each query of a tile."""
+    heads, parts = heads_together(), COLUMNS // LANES
+
+    @emits(types.void, *[_INT] * 7)
+    def tile(s: Emitter, *words: Value) -> None:
+        values, stride, positions, weights, row, out, distance = words
+
+        def step(index: Value, totals: list[Value]) -> list[Value]:
+            at = s.add(values, s.mul(index, stride))
+            wide = [load_floats(s, name, at, LANES * part * ELEMENT_BYTES[name]) for part in range(parts)]
+            at = s.add(weights, s.mul(index, index.type(4)))
+            shares = [s.load_scalar("f32", s.add(at, s.mul(row, row.type(head)))) for head in range(heads)]
+            return [
+                s.fma(part, s.splat(f32x16, share), totals[parts * head + place])
+                for head, share in enumerate(shares)
+                for place, part in enumerate(wide)
+            ]
+
+        totals = s.loop(positions, [s.zero(f32x16)] * (parts * heads), step)
+        for head in range(heads):
+            at = s.add(out, s.mul(distance, distance.type(head)))
+            for part in range(parts):
+                s.store(totals[parts * head + part], at, 4 * LANES * part)
+
+    return tile
