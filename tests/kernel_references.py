@@ -85,8 +85,7 @@ def integer_parts(name: str, weights: Bytes) -> tuple[NDArray[np.int64], NDArray
     for every block."""
     kind = QuantType.named(name)
     blocks = weights.reshape(-1, kind.block_bytes)
-    places = SCALES_AT[name]
-    floats = [blocks[:, at : at + 2].copy().view(np.float16).astype(np.float32)[:, 0] for at in places]
+    places = SCALES_AT.get(name, ())
 
     def with_scales(*values: float) -> NDArray[np.int64]:
         altered = blocks.copy()
@@ -96,6 +95,13 @@ def integer_parts(name: str, weights: Bytes) -> tuple[NDArray[np.int64], NDArray
         return np.rint(elements).astype(np.int64).reshape(len(weights), -1)
 
     rows = len(weights)
+    if name == "MXFP4":  # d is a byte that stands for 2^(e - 128)
+        altered = blocks.copy()
+        altered[:, 0] = 128
+        elements = gguf.quants.dequantize(altered, gguf.GGMLQuantizationType.MXFP4)
+        d = np.ldexp(np.float32(1), blocks[:, 0].astype(np.int32) - 128).reshape(rows, -1)
+        return np.rint(elements).astype(np.int64).reshape(rows, -1), None, d, d
+    floats = [blocks[:, at : at + 2].copy().view(np.float16).astype(np.float32)[:, 0] for at in places]
     parts = with_scales(1.0, 0.0)
     minima = -with_scales(0.0, 1.0) if len(places) == 2 and name in SUPER else None
     return parts, minima, floats[0].reshape(rows, -1), floats[-1].reshape(rows, -1)
@@ -119,7 +125,7 @@ def quantised_product(name: str, weights: Bytes, x: Floats) -> Floats:
             total = fma(d[:, b] * dx[b], sums[:, b].astype(np.float32), total)
             if lows is not None:
                 total = fma(-(least[:, b] * dx[b]), lows[:, b].astype(np.float32), total)
-            elif len(SCALES_AT[name]) == 2:
+            elif len(SCALES_AT.get(name, ())) == 2:
                 total = fma(least[:, b], weighted[b], total)
         out[r] = total
     return out

@@ -163,6 +163,9 @@ def test_extreme_integers_do_not_saturate(name: str) -> None:
         blocks[:, at : at + 2] = sound[:, at : at + 2]
     if name == "Q8_0":
         blocks[:2, 2:] = 0x80  # -128
+    if name == "MXFP4":
+        blocks[:, 0], blocks[0, 0], blocks[1, 0] = 120, 0, 1  # the two exponents without a normal number
+        blocks[2:, 1:] = 0x77  # the greatest value
     for x in (np.ones((2, width), np.float32), -np.ones((2, width), np.float32)):
         x[1, ::2] *= -1
         np.testing.assert_array_equal(multiply(name, weights, x, 1), product(name, weights, x))

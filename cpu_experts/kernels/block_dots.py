@@ -27,6 +27,7 @@ from bloomery.cpu_experts.kernels.block_formats import (
     BlockFormat,
     SmallBlock,
     SuperBlock,
+    block_scales,
     half_floats,
 )
 from bloomery.cpu_experts.kernels.wide_dots import wide_dots
@@ -115,7 +116,7 @@ def _small_dots(
 
 
 def _floats(s: Emitter, kind: type[BlockFormat], addresses: Sequence[Value]) -> tuple[Value, Value]:
-    d = half_floats(s, addresses, kind.d_at)
+    d = block_scales(s, kind, addresses)
     return d, None if kind.minimum_at is None else half_floats(s, addresses, kind.minimum_at)
 
 

@@ -38,6 +38,7 @@ from bloomery.cpu_experts.simd import (
 
 SPLIT_ORDER: Final = (0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15)
 _BIT_32: Final = ir.VectorType(ir.IntType(1), 32)
+FP4_VALUES: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice those of e2m1
 IQ4_VALUES: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
@@ -49,6 +50,7 @@ class BlockFormat:
     offset: ClassVar[int] = 0  # subtracted from the (unsigned) values
     signed: ClassVar[bool] = False  # values are signed bytes; otherwise unsigned and below 128
     d_at: ClassVar[int] = 0
+    exponent: ClassVar[bool] = False  # d is a byte e8m0 that stands for 2^(e - 128); otherwise f16
     minimum_at: ClassVar[int | None] = None  # where dmin or m lies
 
     def __init__(self, emitter: Emitter, address: Value) -> None:
@@ -280,8 +282,31 @@ class IQ4_NL(SmallBlock):
         return self.s.table(self.s.bytes32(IQ4_VALUES * 2), self.nibbles(2))
 
 
+class MXFP4(SmallBlock):
+    nbytes = 17
+    signed = True
+    exponent = True
+
+    def values(self, group: int) -> Value:
+        return self.s.table(self.s.bytes32(FP4_VALUES * 2), self.nibbles(1))
+
+
 def range_of(start: int, step: int) -> Sequence[int]:
     return range(start, start + 8 * step, step)
+
+
+def block_scales(s: Emitter, kind: type[BlockFormat], addresses: Sequence[Value]) -> Value:
+    """f32 of `d` of each block."""
+    if not kind.exponent:
+        return half_floats(s, addresses, kind.d_at)
+    word = vector("i32", len(addresses))
+    exponents = [s.b.zext(s.load_scalar("i8", address, kind.d_at), word.ir.element) for address in addresses]
+    e = s.gather_lanes(word, exponents)
+    one = s.splat_constant(word, 1)
+    tiny = s.b.shl(s.splat_constant(word, 0x00200000), e)  # 2^-128 and 2^-127 have no exponent of their own
+    normal = s.shl(s.sub(e, one), 23)
+    is_tiny = s.b.icmp_unsigned("<=", e, one)
+    return s.as_(vector("f32", len(addresses)), s.b.select(is_tiny, tiny, normal))
 
 
 def half_floats(s: Emitter, addresses: Sequence[Value], at: int) -> Value:
@@ -295,5 +320,5 @@ SUPER_BLOCKS: Final[dict[str, type[SuperBlock]]] = {
     kind.__name__: kind for kind in (Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS)
 }
 SMALL_BLOCKS: Final[dict[str, type[SmallBlock]]] = {
-    kind.__name__: kind for kind in (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL)
+    kind.__name__: kind for kind in (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4)
 }

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from numba import types
 
-from bloomery.cpu_experts.kernels.block_formats import SMALL_BLOCKS, SUPER_BLOCKS, BlockFormat
+from bloomery.cpu_experts.kernels.block_formats import SMALL_BLOCKS, SUPER_BLOCKS, BlockFormat, block_scales
 from bloomery.cpu_experts.kernels.float_dots import ELEMENT_BYTES, load_float
 from bloomery.cpu_experts.kernels.work import share_end, share_start
 from bloomery.cpu_experts.simd import (
@@ -242,7 +242,7 @@ def _dequantise_block(name: str) -> Any:
             return
         kind: type[BlockFormat] = (SUPER_BLOCKS | SMALL_BLOCKS)[name]
         block: Any = kind(s, address)
-        d = scalar(kind.d_at)
+        d = s.lane(block_scales(s, kind, [address]), 0)
         minimum = None if kind.minimum_at is None else scalar(kind.minimum_at)
         widen = s.sext if kind.signed else s.zext
         for start in range(0, kind.elements, 8):

@@ -20,7 +20,7 @@ from numba import types
 
 from bloomery.cpu_experts.isa import AVX512VNNI, active_isa
 from bloomery.cpu_experts.kernels.block_dots import prefetch
-from bloomery.cpu_experts.kernels.block_formats import SPLIT_ORDER, SUPER_BLOCKS, half_floats
+from bloomery.cpu_experts.kernels.block_formats import SPLIT_ORDER, SUPER_BLOCKS, block_scales, half_floats
 from bloomery.cpu_experts.kernels.layouts import PANEL_VECTORS, PLANE_BYTES
 from bloomery.cpu_experts.kernels.panel_formats import PANELS, Panel
 from bloomery.cpu_experts.simd import Emitter, Value, emits, vector
@@ -139,7 +139,7 @@ def _unpack_vector(s: Emitter, shape: Shape, addresses: Sequence[Value], tile: V
         for index in range(8):
             pair = _pair(s, panel, *(sixteen[SPLIT_ORDER[2 * index + odd]] for odd in range(2)))
             s.store(pair, tile, shape.pairs_at + index * shape.line)
-    s.store(half_floats(s, addresses, facts.d_at), tile, shape.d_at)
+    s.store(block_scales(s, facts, addresses), tile, shape.d_at)
     if facts.minimum_at is not None:
         s.store(half_floats(s, addresses, facts.minimum_at), tile, shape.minimum_at)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar, Final
 
 from bloomery.cpu_experts.kernels import block_formats
-from bloomery.cpu_experts.kernels.block_formats import IQ4_VALUES, BlockFormat
+from bloomery.cpu_experts.kernels.block_formats import FP4_VALUES, IQ4_VALUES, BlockFormat
 from bloomery.cpu_experts.simd import Emitter, Value, i32x4, vector
 
 
@@ -275,6 +275,14 @@ class IQ4_NL(Panel):
             yield self.lookup(codes, IQ4_VALUES)
 
 
+class MXFP4(Panel):
+    facts = block_formats.MXFP4
+
+    def values(self) -> Iterator[Value]:
+        for codes in self.nibbles(self.words(1, 4)):
+            yield self.lookup(codes, FP4_VALUES)
+
+
 PANELS: Final[dict[str, type[Panel]]] = {
-    kind.__name__: kind for kind in (Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL)
+    kind.__name__: kind for kind in (Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4)
 }
