@@ -235,6 +235,17 @@ def _unforced(field: str, lark: str) -> str:
     return f"{_OPTIONS} {json.dumps({**options, 'no_forcing': True})}\n{lark}"
 
 
+def schema_problem(schema: dict[str, Any]) -> str:
+    """Why the schema cannot be enforced; "" if it can be."""
+    from llguidance import LLMatcher
+
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(enforceable(schema)))
+    except RequestError as error:
+        return error.message
+    return " ".join(str(LLMatcher.validate_grammar(grammar)).split())[:_SHOWN]
+
+
 def check_constraint(constraint: Constraint) -> None:
     """Raises RequestError("invalid_request") unless exactly one form is given, and of the right type."""
     texts = {name: getattr(constraint, name) for name in ("grammar", "lark", "regex")}
