@@ -430,7 +430,7 @@ def test_schemas_of_tools_that_cannot_be_enforced() -> None:
     function = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"not": {}}}}}
     format = {"template": TEMPLATES["hermes"], "tools": ({"type": "function", "function": function},)}
     for promised in ({"choice": "f"}, {"tools": ({"type": "function", "function": {**function, "strict": True}},)}):
-        with pytest.raises(RequestError, match="parameters of f cannot be enforced.*not") as caught:
+        with pytest.raises(RequestError, match=r"parameters of f cannot be enforced.*not") as caught:
             OutputFormat(**{**format, **promised}).tool_constraint()
         assert caught.value.code == "invalid_request" and caught.value.details["field"] == "tools"
     constraint = OutputFormat(**format).tool_constraint()

@@ -124,7 +124,7 @@ def check_tools(tools: Any) -> tuple[dict[str, Any], ...]:
 
 
 def tool_choice(choice: Any, tools: tuple[dict[str, Any], ...]) -> str:
-    """OpenAI's `tool_choice` as "none", "auto", "required" or the name of a tool. RequestError if it is none of them."""
+    """OpenAI's `tool_choice` as "none", "auto", "required" or the name of a tool. RequestError otherwise."""
     if choice in (None, "auto", "none", "required"):
         return choice or "auto"
     if choice == "any":
