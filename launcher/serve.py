@@ -112,6 +112,13 @@ def _add_http_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--cors-origins", metavar="ORIGIN", help='"*" (default), "localhost" or one origin')
     group.add_argument("-to", "--timeout", type=float, default=600, metavar="S", help="idle seconds of a connection")
+    group.add_argument(
+        "--sleep-idle-seconds",
+        type=float,
+        default=-1,
+        metavar="S",
+        help="unload the model after so many idle seconds; the next request loads it again (default: never)",
+    )
     group.add_argument("--json-log", action="store_true", help="one JSON line a request on standard error")
     group.add_argument("-v", "--verbose", action="store_true", help="answers contain __verbose")
 
@@ -195,6 +202,7 @@ def settings_of(args: argparse.Namespace) -> ServerSettings:
         pooling=args.pooling,
         cors_origins=args.cors_origins or ("localhost" if args.tools else "*"),
         json_log=args.json_log,
+        sleep_seconds=args.sleep_idle_seconds,
     )
 
 
@@ -226,26 +234,26 @@ def daemon_of(args: argparse.Namespace) -> DaemonConfig:
 
 
 def serve(args: argparse.Namespace) -> int:
-    from bloomery.launcher.http.starting import StartedDaemon, named
+    from bloomery.launcher.http.starting import DaemonSource, NamedSource, PrivateSource
     from bloomery.runtime.private_daemon import PrivateDaemon
 
     settings = settings_of(args)
-    started = None
+    source: DaemonSource
     if args.endpoint is None:
         config = daemon_of(args)
-        started = StartedDaemon(lambda: PrivateDaemon(config))
+        source = PrivateSource(lambda: PrivateDaemon(config))
+    else:
+        source = NamedSource(args.endpoint)
+    endpoint = source.start()
     try:
         from bloomery.launcher.http.run import run_server
-
-        endpoint = started.endpoint if started else named(args.endpoint)
 
         def say(text: str) -> None:
             write_line(f"{PROGRAM}: {text}")
 
-        return run_server(settings, endpoint, timeout=args.timeout, prompt_block=args.batch_size, say=say)
+        return run_server(settings, source, endpoint, timeout=args.timeout, prompt_block=args.batch_size, say=say)
     finally:
-        if started is not None:
-            started.close()
+        source.stop()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -125,6 +125,11 @@ class AsyncClient:
         return self._connected
 
     @property
+    def alive(self) -> bool:
+        """Whether there is a connection and the daemon is still at its other end, as far as is known."""
+        return self._connected is not None and self._connected.alive
+
+    @property
     def facts(self) -> ModelFacts:
         return self._connection.welcome.model
 

@@ -123,6 +123,11 @@ class Connection:
         """Sends ABORT or CREDIT; without effect once the daemon is gone."""
         self._post(message)
 
+    @property
+    def alive(self) -> bool:
+        """Whether the daemon is still there, as far as is known."""
+        return self._lost is None
+
     def close(self) -> None:
         """Says BYE and ends the thread; requests that are still running fail with "daemon_lost"."""
         self._closing = True

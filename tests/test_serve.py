@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from conftest import left_behind
 from serving import Serving, events, serving, start_server, stop_server, wait_for
@@ -458,6 +459,30 @@ def test_loading_and_ending() -> None:
     chunks = list(events(got[0]))
     assert chunks[-1]["stop"] and chunks[-1]["tokens_predicted"] == sum(len(chunk["tokens"]) for chunk in chunks)
     assert left_behind() <= before
+
+
+def test_an_idle_model_sleeps_and_wakes() -> None:
+    with serving(*DEMO, "-c", "256", "-np", "1", "--metrics", "--sleep-idle-seconds", "0.5") as server:
+        first = completion(server)
+        tokens = numbers(server)["llamacpp:tokens_predicted_total"]
+        wait_for(lambda: server.get("/props").json["is_sleeping"])
+        wait_for(lambda: not psutil.Process(server.process.pid).children(), seconds=20)
+        assert server.get("/health").status == 200 and server.get("/v1/models").json["data"]
+        assert numbers(server)["llamacpp:tokens_predicted_total"] == tokens == 12
+        assert server.get("/props").json["is_sleeping"], "questions about it have woken the model"
+        again = completion(server)
+        assert again["content"] == first["content"] and again["timings"]["cache_n"] == 0
+        assert numbers(server)["llamacpp:tokens_predicted_total"] == 24
+
+
+def test_a_killed_daemon_is_replaced() -> None:
+    with serving(*DEMO, "-c", "256", "-np", "1") as server:
+        first = completion(server)["content"]
+        (daemon,) = psutil.Process(server.process.pid).children()
+        daemon.kill()
+        wait_for(lambda: server.get("/health").status == 503)
+        wait_for(lambda: server.get("/health").status == 200, seconds=60)
+        assert completion(server)["content"] == first
 
 
 def test_a_model_that_cannot_be_opened(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 Endpoint = Callable[[Server, Request], Awaitable[Response]]
 
 HEALTH = ("/health", "/v1/health")
+RESTFUL = (*HEALTH, "/props", "/models", "/v1/models", "/metrics")
+"""Paths that do not wake a sleeping model. (What they need they ask for, and fail while it loads.)"""
 ASSETS = ("/", "/index.html", "/sw.js", "/manifest.webmanifest", "/_app/version.json", "/favicon.ico")
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -84,9 +86,12 @@ def _guarded(server: Server, endpoint: Endpoint, path: str) -> Callable[[Request
 
     async def run(request: Request) -> Response:
         try:
-            if path not in HEALTH:
+            if path in RESTFUL:
+                return await endpoint(server, request)
+            with server.active():
+                await server.backend.wake()
                 server.backend.require_ready()
-            return await endpoint(server, request)
+                return await endpoint(server, request)
         except RequestError as error:
             return error_response(error, anthropic=anthropic_errors)
         except ClientDisconnect:

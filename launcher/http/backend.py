@@ -9,10 +9,11 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Literal, TypeAlias
 from weakref import WeakSet
 
 from bloomery.launcher.http.errors import as_request_error
+from bloomery.launcher.http.starting import DaemonSource
 from bloomery.runtime.async_client import AsyncClient, AsyncGeneration
 from bloomery.runtime.client import ControlClient
 from bloomery.runtime.errors import RequestError
@@ -21,38 +22,94 @@ from bloomery.runtime.requests import GenerationRequest
 
 log = logging.getLogger(__name__)
 
+State: TypeAlias = Literal["loading", "ready", "sleeping", "failed"]
 CREDIT = 1024
+RETRY_SECONDS = 1.0
 KEPT_PIECES = 1 << 20
 
 
 class Backend:
-    """`state` is "loading", "ready" or "failed". Calls raise RequestError("loading") before it is ready."""
+    """`state` is "loading", "ready", "sleeping" or "failed". Calls raise RequestError("loading") before it is ready."""
 
-    def __init__(self, endpoint: Future[str]) -> None:
-        self.state = "loading"
+    def __init__(self, source: DaemonSource, endpoint: Future[str]) -> None:
+        """`endpoint` is what `source.start` gave."""
+        self.state: State = "loading"
         self.error: BaseException | None = None
-        self._endpoint = endpoint
+        self._source, self._endpoint = source, endpoint
         self._client: AsyncClient | None = None
         self._control: ControlClient | None = None
+        self._facts: ModelFacts | None = None
+        self._turn = asyncio.Lock()  # opening, closing, sleeping and waking come one after the other
         self._pieces: dict[bool, dict[int, bytes]] = {True: {}, False: {}}
         self._running: WeakSet[AsyncGeneration] = WeakSet()
 
     async def open(self) -> None:
         """Connects when the daemon is there. Never raises: `state` and `error` say how it went."""
+        async with self._turn:
+            await self._open()
+
+    async def _open(self) -> None:
         try:
             endpoint = await asyncio.wrap_future(self._endpoint)
             self._client = await AsyncClient.connect(endpoint, name="bloomery-serve", timeout=600)
             self._control = await asyncio.to_thread(ControlClient, self._client.control)
-            self.state = "ready"
+            self._facts = self._client.facts
+            self.error, self.state = None, "ready"
         except Exception as error:
             self.error, self.state = error, "failed"
 
     async def close(self) -> None:
+        async with self._turn:
+            await self._close()
+
+    async def _close(self) -> None:
         client, self._client = self._client, None
+        control, self._control = self._control, None
         if client is not None:
             await client.close()
-        if self._control is not None:
-            await asyncio.to_thread(self._control.close)
+        if control is not None:
+            await asyncio.to_thread(control.close)
+
+    @property
+    def lost(self) -> bool:
+        """Whether a daemon that was there has gone."""
+        return self.state == "ready" and (self._client is None or not self._client.alive)
+
+    async def reopen(self) -> None:
+        """After a loss: a private daemon is replaced, another one is looked for until it is back."""
+        async with self._turn:
+            self.state = "loading"
+            await self._close()
+            while not await self._restart() and not self._source.private:
+                self.state = "loading"
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def _restart(self) -> bool:
+        await asyncio.to_thread(self._source.stop)
+        self._pieces = {True: {}, False: {}}
+        self._endpoint = self._source.start()
+        await self._open()
+        return self.error is None
+
+    @property
+    def can_sleep(self) -> bool:
+        return self._source.private and self.state == "ready" and not self._running
+
+    async def sleep(self) -> None:
+        """Ends the private daemon; the next call of `wake` starts another."""
+        async with self._turn:
+            if self.can_sleep:
+                self.state = "sleeping"
+                await self._close()
+                await asyncio.to_thread(self._source.stop)
+
+    async def wake(self) -> None:
+        """Returns when a sleeping daemon is back; at once if it does not sleep."""
+        if self.state != "sleeping":
+            return
+        async with self._turn:
+            if self.state == "sleeping":
+                await self._restart()
 
     def require_ready(self) -> None:
         """Raises RequestError("loading"), or why the daemon cannot be used."""
@@ -68,12 +125,16 @@ class Backend:
 
     @property
     def facts(self) -> ModelFacts:
-        return self.client.facts
+        """What is known of the model, also while it sleeps."""
+        return self._facts or self.client.facts
 
     def generate(self, request: GenerationRequest) -> AsyncGeneration:
         events = self.client.generate(request, credit=CREDIT)
         self._running.add(events)
         return events
+
+    def ended(self, events: AsyncGeneration) -> None:
+        self._running.discard(events)
 
     def abort_all(self) -> None:
         """Running generations end early, each with its final event."""

@@ -9,13 +9,14 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from bloomery.launcher.http.backend import Backend
 from bloomery.launcher.http.parameters import Job, generation_request
 from bloomery.launcher.http.settings import ServerSettings
+from bloomery.runtime.async_client import AsyncGeneration
 from bloomery.runtime.completion import failure_error
 from bloomery.runtime.errors import RequestError
 from bloomery.runtime.requests import Admitted, Chunk, Failed, Final, GenerationRequest, Progress, TokenLogprob
@@ -136,7 +137,7 @@ async def run_job(backend: Backend, request: GenerationRequest, answer: Answer) 
     waiting: list[int] = []
     probabilities: list[dict[str, Any]] = []
     deadline = answer.job.values["t_max_predict_ms"] / 1e3
-    async with backend.generate(request) as events:
+    async with backend.generate(request) as events, _noted(backend, events):
         async for event in events:
             match event:
                 case Admitted(slot=slot, cached_tokens=cached):
@@ -168,6 +169,14 @@ async def run_job(backend: Backend, request: GenerationRequest, answer: Answer) 
                     answer.prompt_seconds = event.prompt_seconds
                     answer.generate_seconds = event.generate_seconds
                     yield Ended(answer)
+
+
+@asynccontextmanager
+async def _noted(backend: Backend, events: AsyncGeneration) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        backend.ended(events)
 
 
 def _note_time(answer: Answer, has_tokens: bool) -> None:

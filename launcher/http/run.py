@@ -19,9 +19,13 @@ from bloomery.launcher.http.app import make_app
 from bloomery.launcher.http.backend import Backend
 from bloomery.launcher.http.server import Server
 from bloomery.launcher.http.settings import ServerSettings
+from bloomery.launcher.http.starting import DaemonSource
 from bloomery.runtime.errors import BloomeryError
 
+log = logging.getLogger(__name__)
+
 BACKLOG = 1024
+WATCH_SECONDS = 0.25
 DEFAULT_BLOCK = 512
 END_SECONDS = 2.0
 """How long answers that are cut may take to send their last words."""
@@ -51,16 +55,17 @@ def listen(settings: ServerSettings) -> list[socket.socket]:
 
 def run_server(
     settings: ServerSettings,
+    source: DaemonSource,
     endpoint: Future[str],
     *,
     timeout: float,
     prompt_block: int | None,
     say: Callable[[str], None],
 ) -> int:
-    """Serves until SIGTERM or SIGINT. `say` gets a line when it listens and one when the model is ready. Raises what
-    kept the daemon from starting."""
+    """Serves until SIGTERM or SIGINT; `endpoint` is what `source.start` gave. `say` gets a line when it listens and one
+    when the model is ready. Raises what kept the daemon from starting."""
     sockets = listen(settings)
-    backend = Backend(endpoint)
+    backend = Backend(source, endpoint)
     server = Server(settings, backend)
     server.prompt_block = prompt_block or DEFAULT_BLOCK
     config = uvicorn.Config(
@@ -81,7 +86,7 @@ def run_server(
         say(f"{server.model_name} is ready: {facts.slots} slots of {facts.context} tokens")
 
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(uvicorn.Server(config), sockets, backend, ready, settings.stop_seconds))
+        asyncio.run(_serve(uvicorn.Server(config), sockets, server, ready))
     if backend.state == "failed" and backend.error is not None:
         raise backend.error
     return 0
@@ -90,38 +95,45 @@ def run_server(
 async def _serve(
     http: uvicorn.Server,
     sockets: list[socket.socket],
-    backend: Backend,
+    server: Server,
     ready: Callable[[], None],
-    stop_seconds: float,
 ) -> None:
     loop = asyncio.get_running_loop()
+    backend = server.backend
 
     def stop() -> None:
         if http.should_exit:
             http.force_exit = True
             backend.abort_all()
         http.should_exit = True
-        loop.call_later(stop_seconds, backend.abort_all)
+        loop.call_later(server.settings.stop_seconds, backend.abort_all)
 
     http.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-    opening = asyncio.create_task(_open(backend, ready, stop))
+    watching = asyncio.create_task(_watch(server, ready, stop))
     serving = asyncio.create_task(http._serve(sockets))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     await serving
-    opening.cancel()
+    watching.cancel()
     with contextlib.suppress(asyncio.CancelledError):
-        await opening
+        await watching
     await backend.close()
 
 
-async def _open(backend: Backend, ready: Callable[[], None], stop: Callable[[], None]) -> None:
-    """A daemon that cannot start ends the server."""
+async def _watch(server: Server, ready: Callable[[], None], stop: Callable[[], None]) -> None:
+    """Opens the backend, replaces a daemon that is lost, lets an idle one sleep. Ends the server if none can start."""
+    backend = server.backend
     await backend.open()
-    if backend.state == "failed":
-        stop()
-    else:
+    if backend.state == "ready":
         ready()
+    while backend.state != "failed":
+        await asyncio.sleep(WATCH_SECONDS)
+        if backend.lost:
+            log.error("the daemon is lost: starting again")
+            await backend.reopen()
+        elif server.idle_seconds > server.settings.sleep_seconds > 0 and backend.can_sleep:
+            await server.fall_asleep()
+    stop()
 
 
 def _shown(sock: socket.socket) -> str:

@@ -9,8 +9,8 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -24,6 +24,18 @@ from bloomery.launcher.http.metrics import Rates
 from bloomery.launcher.http.parameters import Job
 from bloomery.launcher.http.settings import ServerSettings
 from bloomery.runtime.errors import RequestError
+
+COUNTERS = (
+    "prompt_tokens",
+    "cached_tokens",
+    "generated_tokens",
+    "prompt_seconds",
+    "generate_seconds",
+    "steps",
+    "aborted_steps",
+    "recoveries",
+    "sequences",
+)
 
 
 @dataclass
@@ -45,6 +57,10 @@ class Server:
         self.rates = Rates()
         self.prompt_block = 512
         self._tasks = itertools.count()
+        self._asleep: dict[str, Any] = {}  # the daemon's counters when it fell asleep
+        self._gone: dict[str, float] = {}  # sums of the counters of daemons that have slept since
+        self._end_texts: tuple[str, str] | None = None
+        self._active, self._last_active = 0, time.monotonic()
 
     @property
     def model_name(self) -> str:
@@ -52,6 +68,46 @@ class Server:
             return self.settings.aliases[0]
         facts = self.backend.facts
         return Path(facts.path).name or facts.alias
+
+    @property
+    def idle_seconds(self) -> float:
+        """Since the last request that needs the model; 0 while there is one."""
+        return 0.0 if self._active else time.monotonic() - self._last_active
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Around whatever needs the model."""
+        self._active += 1
+        try:
+            yield
+        finally:
+            self._active -= 1
+            self._last_active = time.monotonic()
+
+    async def fall_asleep(self) -> None:
+        """Ends an idle private daemon, after what is shown while it sleeps has been read."""
+        await self.end_texts()
+        self._asleep = await self.backend.control("metrics")
+        await self.backend.sleep()
+
+    async def metrics(self) -> dict[str, Any]:
+        """The daemon's counters, those of daemons that slept meanwhile included; asked for without waking one."""
+        asleep = self.backend.state == "sleeping"
+        values = self._asleep if asleep else await self.backend.control("metrics")
+        if self._asleep and not asleep:
+            for name in COUNTERS:
+                self._gone[name] = self._gone.get(name, 0.0) + self._asleep.get(name, 0)
+            self._asleep = {}
+        return values | {name: values.get(name, 0) + gone for name, gone in self._gone.items()}
+
+    async def end_texts(self) -> tuple[str, str]:
+        """How BOS and EOS are written; asked for once, so that a sleeping daemon need not be woken."""
+        if self._end_texts is None:
+            tokens = (self.backend.facts.bos, self.backend.facts.eos)
+            pieces = await self.backend.pieces(token for token in tokens if token is not None)
+            bos, eos = ("" if t is None else pieces[t].decode("utf-8", "replace") for t in tokens)
+            self._end_texts = bos, eos
+        return self._end_texts
 
     async def prompt_tokens(self, prompt: str) -> list[int]:
         """Token ids of a rendered conversation: no second BOS where the template has written one."""

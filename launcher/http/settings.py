@@ -39,4 +39,5 @@ class ServerSettings:
     cors_credentials: bool = True
     json_log: bool = False
     stop_seconds: float = 2.0
+    sleep_seconds: float = -1.0
     max_body: int = 32 << 20

@@ -1,4 +1,7 @@
-"""Starting the private daemon beside everything else. Imports nothing heavy: it runs before the HTTP modules load."""
+"""The daemon that a server stands in front of: a private one, started and stopped at will, or one that runs anyway.
+
+Owns starting beside everything else, in a thread. Imports nothing heavy: it runs before the HTTP modules load.
+"""
 
 from __future__ import annotations
 
@@ -16,35 +19,62 @@ class Daemon(Protocol):
     def close(self) -> None: ...
 
 
-class StartedDaemon:
-    """Starts a daemon in a thread of its own, at once, so that loading overlaps with whatever the program does next."""
+class DaemonSource(Protocol):
+    private: bool
+    """Whether it is this server's own: stopping it frees its memory, and a dead one can be replaced."""
 
-    def __init__(self, start: Callable[[], Daemon]) -> None:
+    def start(self) -> Future[str]:
+        """The endpoint of the daemon, once there is one; called again after `stop`, another one."""
+
+    def stop(self) -> None:
+        """Ends a private daemon; waits until it is gone."""
+
+
+class PrivateSource:
+    """`make` starts a daemon and returns when it is ready."""
+
+    private = True
+
+    def __init__(self, make: Callable[[], Daemon]) -> None:
+        self._make = make
         self._daemon: Daemon | None = None
-        self._future: Future[str] = Future()
-        self._thread = threading.Thread(target=self._run, args=(start,), name="bloomery-start", daemon=True)
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> Future[str]:
+        future: Future[str] = Future()
+
+        def run() -> None:
+            try:
+                self._daemon = self._make()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(self._daemon.endpoint)
+
+        self._thread = threading.Thread(target=run, name="bloomery-start", daemon=True)
         self._thread.start()
+        return future
 
-    def _run(self, start: Callable[[], Daemon]) -> None:
-        try:
-            self._daemon = start()
-        except BaseException as error:
-            self._future.set_exception(error)
-        else:
-            self._future.set_result(self._daemon.endpoint)
-
-    @property
-    def endpoint(self) -> Future[str]:
-        return self._future
-
-    def close(self) -> None:
-        self._thread.join()
-        if self._daemon is not None:
-            self._daemon.close()
+    def stop(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+        daemon, self._daemon = self._daemon, None
+        if daemon is not None:
+            daemon.close()
 
 
-def named(endpoint: str) -> Future[str]:
-    """An endpoint that is there already."""
-    future: Future[str] = Future()
-    future.set_result(endpoint)
-    return future
+class NamedSource:
+    """A daemon that somebody else started."""
+
+    private = False
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+
+    def start(self) -> Future[str]:
+        future: Future[str] = Future()
+        future.set_result(self._endpoint)
+        return future
+
+    def stop(self) -> None:
+        pass

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 async def health(server: Server, request: Request) -> Response:
     """GET /health: never asks the daemon, so it is as quick as the event loop."""
     backend = server.backend
-    if backend.state == "ready":
+    if backend.state in ("ready", "sleeping"):
         return JSONResponse({"status": "ok"})
     if backend.state == "failed":
         return error_response(RequestError("worker_lost", f"the model cannot be served: {backend.error}"))
@@ -34,9 +34,7 @@ async def props(server: Server, request: Request) -> Response:
     """GET /props."""
     backend, settings = server.backend, server.settings
     facts = backend.facts
-    special = {}
-    if tokens := [token for token in (facts.bos, facts.eos) if token is not None]:
-        special = await backend.pieces(tokens)
+    special = await server.end_texts()
     values = read_fields({}, settings.defaults)
     template = template_source(backend, settings)
     return JSONResponse(
@@ -55,10 +53,10 @@ async def props(server: Server, request: Request) -> Response:
             "ui_settings": {},
             "chat_template": template,
             "chat_template_caps": template_abilities(template),
-            "bos_token": special.get(facts.bos, b"").decode("utf-8", "replace") if facts.bos is not None else "",
-            "eos_token": special.get(facts.eos, b"").decode("utf-8", "replace") if facts.eos is not None else "",
+            "bos_token": special[0],
+            "eos_token": special[1],
             "build_info": server.fingerprint,
-            "is_sleeping": False,
+            "is_sleeping": backend.state == "sleeping",
             "cors_proxy_enabled": False,
         }
     )
@@ -158,7 +156,7 @@ async def metrics(server: Server, request: Request) -> Response:
     """GET /metrics: Prometheus text."""
     if not server.settings.metrics_endpoint:
         raise unsupported("This server does not support metrics endpoint.", "start it with --metrics")
-    text = metrics_text(await server.backend.control("metrics"), server.longest, server.rates)
+    text = metrics_text(await server.metrics(), server.longest, server.rates)
     response = PlainTextResponse(text, media_type="text/plain; version=0.0.4")
     response.raw_headers.append((b"Process-Start-Time-Unix", str(int(server.started)).encode()))
     return response
