@@ -15,6 +15,7 @@ from typing import Final
 
 import numpy as np
 
+from bloomery.gpu_worker.fusions import MOST_JOBS, AddNorm, HeadRun, fused
 from bloomery.gpu_worker.launches import MAX_ROWS, CardContext, KernelName, Launch, float_word
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.model_file import Tensor
@@ -49,6 +50,9 @@ _WARPS: Final = 4  # of a block of products.cuh
 _JOBS: Final = 4
 _JOB_WORDS: Final = 5
 _SPLIT: Final = 64  # positions; attention.cu
+_DEPTH: Final = 64
+_WALKERS_EACH: Final = 8
+_HEAD_JOB_WORDS: Final = 11
 _HEADS: Final = 8
 _ARGMAX_PARTS: Final = 64
 _BLOCKS_EACH: Final = 8
@@ -123,12 +127,21 @@ class _Lowering:
         self.label = ""
 
     def launches(self) -> list[Launch]:
-        for op in self.program.ops:
+        for op in fused(self.program):
             self.label = op.name
-            self._lower(op)
-            written = {view.buffer for view, writes in op_views(op) if writes}
-            self.formed = {form: held for form, held in self.formed.items() if held[0].buffer not in written}
+            match op:
+                case AddNorm():
+                    self._add_norm(op)
+                case HeadRun():
+                    self._head_run(op)
+                case _:
+                    self._lower(op)
+                    self._forget({view.buffer for view, writes in op_views(op) if writes})
         return self.out
+
+    def _forget(self, buffers: set[str]) -> None:
+        """What these buffers held has changed: forms made of it are no longer its."""
+        self.formed = {form: held for form, held in self.formed.items() if held[0].buffer not in buffers}
 
     def emit(
         self,
@@ -235,6 +248,51 @@ class _Lowering:
         threads = min(512, 32 * _blocks(op.x.width, 128))
         self.emit("norm_rope", "rms_norm", (op.x.count, self._count(op.x)), threads, *words)
 
+    def _add_norm(self, op: AddNorm) -> None:
+        """Sum, norm and, if products with such weights follow, the result as Q8_K."""
+        norm, add = op.norm, op.add
+        self._forget({norm.out.buffer, *([add.out.buffer] if add else [])})
+        width, row = norm.x.width, self.context.view
+        types = {self.program.weights[name].quant_type.name for name in op.readers}
+        made = None
+        if width % 256 == 0 and types & set(SUPER_TYPES):
+            made = self._place("Q8_K", "activations:Q8_K", width, MAX_ROWS)
+        sources = (*row(add.x), *row(add.y), *row(add.out)) if add else (*row(norm.x), 0, 0, 0, 0)
+        weight, _, _ = self._weight(norm.weight, width, 1)
+        result = (*row(norm.out), weight, width, float_word(norm.epsilon))
+        target = (made.values, made.scales, made.stride) if made else (0, 0, 0)
+        grid = (self._count(norm.x),)
+        self.emit("norm_rope", "add_rms_norm", grid, 512, *sources, *result, *target, shared=4 * width)
+        if made:
+            self.formed["Q8_K"] = norm.out, made
+
+    def _head_run(self, run: HeadRun) -> None:
+        """Norms, rotations and cache writes of a few views, one block a head."""
+        words: list[int] = []
+        for job in run.jobs:
+            weight = self._weight(job.norm.weight, job.view.width, 1)[0] if job.norm else 0
+            epsilon = float_word(job.norm.epsilon if job.norm else 0.0)
+            state = self._state_words(job.write) if job.write else (0, 0, 0)
+            words += [
+                *self._heads(job.view),
+                job.view.count,
+                job.view.width,
+                weight,
+                epsilon,
+                int(bool(job.rope)),
+                *state,
+            ]
+            self._forget({job.view.buffer})
+        words += [0] * (MOST_JOBS * _HEAD_JOB_WORDS - len(words))
+        turn = (0, 0, 0)
+        if run.rope:
+            turn = (self._rope_table(run.rope), len(run.rope.frequencies), int(run.rope.pairs == "halves"))
+        step, rows = self.context.step, self._count(run.jobs[0].view)
+        grid = (sum(job.view.count for job in run.jobs), rows)
+        shared = 4 * max(job.view.width for job in run.jobs)
+        name = f"prepare_heads_{self.context.cache_type}"
+        self.emit("norm_rope", name, grid, 128, *words, *turn, step.slots, step.positions, shared=shared)
+
     def _form(self, form: str, x: View) -> Activations:
         """The input of a product in its form; F32 is read where it is, others are made unless they are still there."""
         if form == "F32" and x.contiguous:
@@ -251,15 +309,11 @@ class _Lowering:
         self, form: str, scratch: str, words: tuple[int, ...], elements: int, rows: int, max_rows: int
     ) -> Activations:
         """`words` are the Input of activations.cu: x, up, row stride, head stride, width, limit."""
-        value_bytes = 4 if form in FLOAT_TYPES else 1
-        scales_at = _aligned(value_bytes * elements)
-        stride = scales_at if form in FLOAT_TYPES else scales_at + _aligned(elements // 32 * 8)
-        values = self.context.scratch(scratch, max_rows * stride)
-        made = Activations(values, values + scales_at, stride, value_bytes)
+        made = self._place(form, scratch, elements, max_rows)
         if form in FLOAT_TYPES:
             kind = {"F32": 0, "F16": 1, "BF16": 2}[form]
             grid = (_blocks(elements, 256), rows)
-            self.emit("activations", "round_floats", grid, 256, *words, elements, values, stride // 4, kind)
+            self.emit("activations", "round_floats", grid, 256, *words, elements, made.values, made.stride // 4, kind)
             return made
         out = (elements, made.values, made.scales, made.stride)
         if form == "Q8_K":
@@ -268,6 +322,14 @@ class _Lowering:
             weighted = int(form == "Q8_1")
             self.emit("activations", "quantise_Q8_0", (_blocks(elements, 128), rows), 128, *words, *out, weighted)
         return made
+
+    def _place(self, form: str, scratch: str, elements: int, max_rows: int) -> Activations:
+        """Where rows of so many elements lie in a form."""
+        value_bytes = 4 if form in FLOAT_TYPES else 1
+        scales_at = _aligned(value_bytes * elements)
+        stride = scales_at if form in FLOAT_TYPES else scales_at + _aligned(elements // 32 * 8)
+        values = self.context.scratch(scratch, max_rows * stride)
+        return Activations(values, values + scales_at, stride, value_bytes)
 
     def _matmul(self, op: MatMul) -> None:
         by_type: dict[tuple[str, int], list[_Job]] = {}
@@ -302,14 +364,15 @@ class _Lowering:
         """`heads`: how many, and the distance of two in values, scales (bytes) and outputs (floats)."""
         at_once = next(n for n in (1, 2, 4, 8) if n >= rows) if rows else 1
         sets = len(jobs) * heads[0]
-        grid = (self._warp_blocks(jobs, sets), sets if rows else 0)
+        grid = (self._warp_blocks(kind, jobs, sets), sets if rows else 0)
         words = (x.values, x.scales, x.stride, rows, width, row_bytes, *heads)
         self.emit("matmul", f"matmul_{at_once}", grid, 32 * _WARPS, *_job_words(jobs), *words, kind=kind)
 
-    def _warp_blocks(self, jobs: list[_Job], sets: int) -> int:
-        pairs = _blocks(max(job.outputs for job in jobs), 2)
+    def _warp_blocks(self, kind: str, jobs: list[_Job], sets: int) -> int:
+        together = 1 if kind in FLOAT_TYPES else 2
+        outputs = max(job.outputs for job in jobs)
         most = max(1, _blocks(self.context.multiprocessors * _BLOCKS_EACH, sets))
-        return min(_blocks(pairs, _WARPS), most)
+        return min(_blocks(outputs, _WARPS * together), most)
 
     def _head_matmul(self, op: HeadMatMul) -> None:
         address, kind, row_bytes = self._weight(op.weight, op.x.width, op.out.width, op.x.count)
@@ -319,31 +382,33 @@ class _Lowering:
         job = _Job(address, 0, out, op.out.width, out_row)
         self._multiply(kind, x, self._count(op.x), op.x.width, row_bytes, [job], heads)
 
-    def _rope(self, op: Rope) -> None:
-        pairs, rows = len(op.frequencies), self._count(op.x)
+    def _rope_table(self, op: Rope) -> int:
+        """Address of cosines and sines for this step's rows; made when first asked for."""
         key = (op.frequencies, op.magnitude, op.behind)
         if key not in self.tables:
-            name = f"rope:{len(self.tables)}"
+            pairs, name = len(op.frequencies), f"rope:{len(self.tables)}"
             self.tables[key] = self.context.scratch(name, MAX_ROWS * pairs * 8)
             frequencies = self.context.constant(name, np.asarray(op.frequencies, np.float64))
             made = (self.tables[key], pairs, frequencies, float_word(op.magnitude))
-            grid = (_blocks(pairs, 64), rows)
+            grid = (_blocks(pairs, 64), self._count(op.x))
             self.emit("norm_rope", "rope_table", grid, 64, *made, self.context.step.positions, op.behind)
-        words = (
-            self.tables[key],
-            pairs,
-            *self._heads(op.x),
-            *self._heads(op.out),
-            op.x.width,
-            int(op.pairs == "halves"),
-        )
-        self.emit("norm_rope", "rope", (op.x.count, rows), 64, *words)
+        return self.tables[key]
+
+    def _rope(self, op: Rope) -> None:
+        turn = (self._rope_table(op), len(op.frequencies))
+        places = (*self._heads(op.x), *self._heads(op.out))
+        grid = (op.x.count, self._count(op.x))
+        self.emit("norm_rope", "rope", grid, 64, *turn, *places, op.x.width, int(op.pairs == "halves"))
+
+    def _state_words(self, op: CacheWrite) -> tuple[int, int, int]:
+        """Where a cache write begins in row 0 of slot 0, and the strides of slots and rows in elements."""
+        state = self.context.state(op.state)
+        element = 4 if self.context.cache_type == "f32" else 2
+        return state.address + op.start * element, state.slot_stride, state.row_stride
 
     def _cache_write(self, op: CacheWrite) -> None:
-        state, step = self.context.state(op.state), self.context.step
-        element = 4 if self.context.cache_type == "f32" else 2
-        target = (state.address + op.start * element, state.slot_stride, state.row_stride)
-        words = (step.slots, step.positions, *self._heads(op.x), op.x.width, op.x.elements, *target)
+        step = self.context.step
+        words = (step.slots, step.positions, *self._heads(op.x), op.x.width, op.x.elements, *self._state_words(op))
         self._each(f"cache_write_{self.context.cache_type}", op.x, *words)
 
     def _attention(self, op: Attention) -> None:
@@ -352,12 +417,15 @@ class _Lowering:
         parts = self.context.scratch("parts", MAX_ROWS * heads * splits * op.value_width * 4)
         extremes = self.context.scratch("extremes", MAX_ROWS * heads * splits * 8)
         sets = op.kv_heads * _blocks(heads // op.kv_heads, _HEADS)
-        walkers = min(splits, max(1, _blocks(4 * self.context.multiprocessors, sets * rows)))
+        walkers = min(splits, max(1, _blocks(_WALKERS_EACH * self.context.multiprocessors, sets * rows)))
         caches = (self.context.state(op.keys), self.context.state(op.values))
-        places = (word for cache in caches for word in (cache.address, cache.slot_stride, cache.row_stride))
+        places = [word for cache in caches for word in (cache.address, cache.slot_stride, cache.row_stride)]
+        even = all(n % 8 == 0 for n in (op.key_width, op.value_width, *(cache.row_stride for cache in caches)))
+        name = f"attend_{self.context.cache_type}" + ("" if even else "_odd")
+        shared = 4 * _HEADS * _blocks(op.key_width, _DEPTH) * _DEPTH
         widths = (heads, op.kv_heads, op.key_width, op.value_width, float_word(op.scale), splits, parts, extremes)
         words = (step.slots, step.positions, *self._heads(op.q), *places, *widths)
-        self.emit("attention", f"attend_{self.context.cache_type}", (walkers, sets, rows), 128, *words)
+        self.emit("attention", name, (walkers, sets, rows), 128, *words, shared=shared)
         join = (step.positions, parts, extremes, heads, op.value_width, splits, *self._heads(op.out))
         self.emit("attention", "attend_join", (heads, rows), 128, *join)
 
@@ -366,7 +434,7 @@ class _Lowering:
         bias = 0 if op.bias is None else self._weight(op.bias, experts, 1)[0]
         choice = (int(op.gating == "sigmoid"), int(op.normalise), float_word(op.scale), op.groups, op.groups_used)
         words = (*self._row(op.logits), *self._row(op.ids), *self._row(op.mix), bias, experts, used, *choice)
-        shared = 4 * (2 * experts + 2 * op.groups)
+        shared = 4 * (2 * experts + op.groups)
         self.emit("choices", "router", (self._count(op.logits),), 32, *words, shared=shared)
 
     def _routed_experts(self, op: RoutedExperts) -> None:
@@ -402,7 +470,7 @@ class _Lowering:
             address, kind, row_bytes = self._weight(name, width, job.outputs, experts)
             placed.append(_Job(address, 0, job.out, job.outputs, job.out_stride))
         rows, used = self._count(op.x), op.ids.elements
-        grid = (self._warp_blocks(placed, max(1, rows * used * len(jobs))), rows * used, len(jobs))
+        grid = (self._warp_blocks(kind, placed, max(1, rows * used * len(jobs))), rows * used, len(jobs))
         ids, ids_row = self._row(op.ids)
         inputs = (x.values, x.scales, x.stride, int(of_each_item))
         words = (*inputs, ids, ids_row, used, self.context.slot_map(op.gate), width, row_bytes)

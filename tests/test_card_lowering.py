@@ -19,7 +19,7 @@ from bloomery.runtime.errors import PlanError
 from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.program import Program
 
-STEP = ("Jobs", 20), ("Input", 6), ("Cache", 3)
+STEP = ("Jobs", 20), ("Input", 6), ("Cache", 3), ("HeadJobs", 33)
 """Parameters that are structs of words, and of how many."""
 
 
@@ -31,7 +31,7 @@ def parameter_words(file: str, function: str) -> int:
     """How many 8-byte words a kernel takes, counted in its source; macros are looked into."""
     source = (compile_cache.KERNELS / f"{file}.cu").read_text(encoding="utf-8").replace("\\\n", "\n")
     name = re.sub(r"_(1|2|4|8)$", "_##NR", function) if file == "matmul" else function
-    name = re.sub(r"^attend_(f32|f16)$", "attend_##NAME", name)
+    name = re.sub(r"^attend_(f32|f16)(_odd)?$", "attend_##NAME", name)
     found = re.search(rf'extern "C" __global__ void[^;{{]*?\b{re.escape(name)}\(([^)]*)\)', source)
     assert found, f"{file}.cu has no kernel {function}"
     sizes = dict(STEP)
@@ -54,7 +54,7 @@ def test_f32_programs(name: str) -> None:
     check(full)
     for rows in range(1, MAX_ROWS):
         check(lower(program, context, rows, 1))
-    assert {launch.label for launch in full} <= {op.name for op in program.ops}
+    assert {name for launch in full for name in launch.label.split(" & ")} <= {op.name for op in program.ops}
 
 
 @pytest.mark.parametrize("name", QUANTISED)
@@ -72,8 +72,10 @@ def test_quantised_programs(name: str) -> None:
 def test_every_launched_op_is_waited_for_in_order() -> None:
     """Each op that computes something has a launch, in the program's order."""
     program = program_of(f32_file("qwen3moe"))
-    labels = list(dict.fromkeys(launch.label for launch in lower(program, NoCard(program), 1, 1)))
+    launches = lower(program, NoCard(program), 1, 1)
+    labels = list(dict.fromkeys(name for launch in launches for name in launch.label.split(" & ")))
     assert labels == list(dict.fromkeys(op.name for op in program.ops))
+    assert any(" & " in launch.label for launch in launches), "neighbours are put together"
 
 
 def test_types_without_a_kernel_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 // Activations in the form that a product wants, rounded bit for bit as the host executor rounds them (docs/numerics.md),
 // optionally after silu(x) * up. A quantised row is int8 values and, for each 32 of them, {float d, sums}: see products.cuh.
-#include "common.cuh"
+#include "q8_k.cuh"
 #include <cuda_bf16.h>
 
 struct Input {
@@ -15,43 +15,15 @@ struct Input {
     }
 };
 
-DEVICE uint32_t pack(const int* q) {
-    return (q[0] & 255) | (q[1] & 255) << 8 | (q[2] & 255) << 16 | uint32_t(q[3] & 255) << 24;
-}
-
 // Grid (elements / 1024, rows), 128 threads: a warp takes 256 elements, a lane 8.
 extern "C" __global__ void quantise_Q8_K(Input in, word elements, uint8_t* values, uint8_t* scales, word stride) {
     const int lane = threadIdx.x & 31, row = blockIdx.y;
     const word first = (word(blockIdx.x) * 4 + threadIdx.x / 32) * 256;
     if (first >= elements) return;
-    float x[8], extreme = 0.0f;
+    float x[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        x[i] = in.at(row, first + 8 * lane + i);
-        if (fabsf(x[i]) > fabsf(extreme)) extreme = x[i];
-    }
-    // the first of the elements of greatest magnitude: lanes are in order, so the lowest lane wins a tie
-    int from = lane;
-#pragma unroll
-    for (int distance = 16; distance; distance >>= 1) {
-        const float other = __shfl_xor_sync(~0u, extreme, distance);
-        const int lower = __shfl_xor_sync(~0u, from, distance);
-        if (fabsf(other) > fabsf(extreme) || (fabsf(other) == fabsf(extreme) && lower < from)) extreme = other, from = lower;
-    }
-    const float inverse = extreme == 0.0f ? 0.0f : -127.0f / extreme, d = extreme == 0.0f ? 0.0f : 1.0f / inverse;
-    int q[8], sum = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        q[i] = min(127, __float2int_rn(inverse * x[i]));
-        sum += q[i];
-    }
-    sum += __shfl_xor_sync(~0u, sum, 1);                       // of 16 elements
-    const int last = __shfl_sync(~0u, sum, (lane & ~3) + 2);   // of the second half of 32
-    uint8_t* out = values + row * stride + first + 8 * lane;
-    *reinterpret_cast<uint2*>(out) = make_uint2(pack(q), pack(q + 4));
-    if ((lane & 3) == 0)
-        *reinterpret_cast<int2*>(scales + row * stride + (first / 32 + lane / 4) * 8) =
-            make_int2(__float_as_int(d), (sum & 0xffff) | last << 16);
+    for (int i = 0; i < 8; ++i) x[i] = in.at(row, first + 8 * lane + i);
+    write_q8_k(x, values + row * stride + first, scales + row * stride + first / 32 * 8);
 }
 
 // Grid (elements / 128, rows), 128 threads: a warp takes 32 elements. `weighted`: keep s of Q8_1 instead of the sums.

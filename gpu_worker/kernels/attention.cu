@@ -6,7 +6,8 @@
 
 constexpr int SPLIT = 64;
 constexpr int HEADS = 8;     // query heads of one key head that a block takes together
-constexpr int DEPTH = 64;    // key elements staged at a time
+constexpr int DEPTH = 64;    // elements of keys or values staged at a time
+constexpr int STRIDE = DEPTH + 4;
 constexpr int THREADS = 128;
 
 struct Cache {
@@ -14,100 +15,200 @@ struct Cache {
     word slot_stride, row_stride;  // in elements
 };
 
-// Grid (walkers, key heads * head batches, rows). parts: (row, head, split) of value_width floats, extremes likewise {m, l}.
-template <class T>
+// A part of SPLIT rows by DEPTH elements on its way from the cache to shared memory, 16 bytes at a time.
+template <class T, bool EVEN>
+struct Part {
+    static constexpr int N = 16 / sizeof(T), ACROSS = DEPTH / N, COUNT = SPLIT * ACROSS / THREADS;
+    union {
+        uint4 raw;
+        T element[N];
+    } piece[COUNT];
+
+    // Rows from `seen` on and elements from `width` on are 0. EVEN: all widths and strides are multiples of 8.
+    DEVICE void load(const T* rows, word row_stride, int seen, int from, int width) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const int at = threadIdx.x + i * THREADS, row = at / ACROSS, k = from + at % ACROSS * N;
+            piece[i].raw = make_uint4(0, 0, 0, 0);
+            if (row >= seen) continue;
+            const T* source = rows + row * row_stride + k;
+            if constexpr (EVEN) {
+                if (k < width) piece[i].raw = *reinterpret_cast<const uint4*>(source);
+            } else {
+                for (int n = 0; n < N; ++n)
+                    if (k + n < width) piece[i].element[n] = source[n];
+            }
+        }
+    }
+    DEVICE void store(float (*tile)[STRIDE]) const {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const int at = threadIdx.x + i * THREADS;
+            float* to = &tile[at / ACROSS][at % ACROSS * N];
+#pragma unroll
+            for (int n = 0; n < N; n += 4)
+                *reinterpret_cast<float4*>(to + n) =
+                    make_float4(to_float(piece[i].element[n]), to_float(piece[i].element[n + 1]),
+                                to_float(piece[i].element[n + 2]), to_float(piece[i].element[n + 3]));
+        }
+    }
+};
+
+DEVICE float dot4(float4 a, float4 b, float sum) {
+    return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, sum))));
+}
+
+// Grid (walkers, key heads * head batches, rows); dynamic shared memory HEADS * key_width (up to whole DEPTHs) floats.
+// parts: (row, head, split) of value_width floats; extremes likewise: greatest score and sum of weights.
+template <class T, bool EVEN>
 DEVICE void attend(const int* slots, const int* positions, const float* q, word q_row, word q_head, Cache keys,
                    Cache values, word heads, word kv_heads, word key_width, word value_width, double scale, word splits,
                    float* parts, float2* extremes) {
-    __shared__ float tile[SPLIT][DEPTH + 1];
-    __shared__ float queries[HEADS][DEPTH];
-    __shared__ float weights[HEADS][SPLIT];
+    extern __shared__ __align__(16) float queries[];
+    __shared__ __align__(16) float tile[SPLIT][STRIDE];
+    __shared__ __align__(16) float weights[HEADS][SPLIT];
     const int row = blockIdx.z, position = positions[row], tid = threadIdx.x;
+    if (blockIdx.x * SPLIT > position) return;
     const int each = int(heads / kv_heads), batches = (each + HEADS - 1) / HEADS;
     const int group = blockIdx.y / batches, first = group * each + blockIdx.y % batches * HEADS;
     const int count = min(HEADS, (group + 1) * each - first);
     const T* key = static_cast<const T*>(keys.rows) + slots[row] * keys.slot_stride + group * key_width;
     const T* value = static_cast<const T*>(values.rows) + slots[row] * values.slot_stride + group * value_width;
     q += row * q_row + first * q_head;
+    const int key_parts = int(key_width + DEPTH - 1) / DEPTH, value_parts = int(value_width + DEPTH - 1) / DEPTH;
+    const int padded = key_parts * DEPTH;
     const int mine = tid % SPLIT, half = tid / SPLIT * (HEADS / 2);
 
-    for (int split = blockIdx.x; split * SPLIT <= position; split += gridDim.x) {
+    Part<T, EVEN> part;
+    auto fetch = [&](int split, int index) {
         const int start = split * SPLIT, seen = min(SPLIT, position + 1 - start);
+        if (index < key_parts)
+            part.load(key + start * keys.row_stride, keys.row_stride, seen, index * DEPTH, int(key_width));
+        else
+            part.load(value + start * values.row_stride, values.row_stride, seen, (index - key_parts) * DEPTH,
+                      int(value_width));
+    };
+    fetch(blockIdx.x, 0);
+    for (int i = tid; i < HEADS * padded; i += THREADS) {
+        const int h = i / padded, k = i % padded;
+        queries[i] = h < count && k < key_width ? to_float(from_float<T>(q[h * q_head + k])) : 0.0f;
+    }
+
+    for (int split = blockIdx.x; split * SPLIT <= position; split += gridDim.x) {
+        const int seen = min(SPLIT, position + 1 - split * SPLIT);
         float score[HEADS / 2] = {};
-        for (int from = 0; from < key_width; from += DEPTH) {
-            const int depth = min(DEPTH, int(key_width) - from);
+        for (int index = 0; index < key_parts + value_parts; ++index) {
             __syncthreads();
-            for (int i = tid; i < HEADS * DEPTH; i += THREADS) {
-                const int h = i / DEPTH, k = i % DEPTH;
-                queries[h][k] = h < count && k < depth ? to_float(from_float<T>(q[h * q_head + from + k])) : 0.0f;
-            }
-            for (int i = tid; i < SPLIT * DEPTH; i += THREADS) {
-                const int p = i / DEPTH, k = i % DEPTH;
-                tile[p][k] = p < seen && k < depth ? to_float(key[(start + p) * keys.row_stride + from + k]) : 0.0f;
-            }
+            part.store(tile);
+            if (index + 1 < key_parts + value_parts)
+                fetch(split, index + 1);
+            else if ((split + int(gridDim.x)) * SPLIT <= position)
+                fetch(split + gridDim.x, 0);
             __syncthreads();
-#pragma unroll 8
-            for (int k = 0; k < DEPTH; ++k) {
-                const float x = tile[mine][k];
-#pragma unroll
-                for (int h = 0; h < HEADS / 2; ++h) score[h] = fmaf(queries[half + h][k], x, score[h]);
-            }
-        }
-#pragma unroll
-        for (int h = 0; h < HEADS / 2; ++h)
-            weights[half + h][mine] = mine < seen ? score[h] * float(scale) : -INFINITY;
-        __syncthreads();
-        for (int h = tid / 32; h < HEADS; h += THREADS / 32) {
-            const int lane = tid & 31;
-            const float a = weights[h][lane], b = weights[h][lane + 32];
-            float top = fmaxf(a, b);
-#pragma unroll
-            for (int distance = 16; distance; distance >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
-            const float x = expf(a - top), y = expf(b - top);
-            weights[h][lane] = x, weights[h][lane + 32] = y;
-            float sum = x + y;
-#pragma unroll
-            for (int distance = 16; distance; distance >>= 1) sum += __shfl_xor_sync(~0u, sum, distance);
-            if (lane == 0 && h < count) extremes[(row * heads + first + h) * splits + split] = make_float2(top, sum);
-        }
-        __syncthreads();
-        for (int v = tid; v < value_width; v += THREADS) {
-            float sum[HEADS] = {};
+            if (index < key_parts) {
+                const float* queried = queries + half * padded + index * DEPTH;
 #pragma unroll 4
-            for (int p = 0; p < seen; ++p) {
-                const float x = to_float(value[(start + p) * values.row_stride + v]);
+                for (int k = 0; k < DEPTH; k += 4) {
+                    const float4 x = *reinterpret_cast<const float4*>(&tile[mine][k]);
 #pragma unroll
-                for (int h = 0; h < HEADS; ++h) sum[h] = fmaf(weights[h][p], x, sum[h]);
+                    for (int h = 0; h < HEADS / 2; ++h)
+                        score[h] = dot4(x, *reinterpret_cast<const float4*>(queried + h * padded + k), score[h]);
+                }
+                if (index + 1 < key_parts) continue;
+#pragma unroll
+                for (int h = 0; h < HEADS / 2; ++h)
+                    weights[half + h][mine] = mine < seen ? score[h] * float(scale) : -INFINITY;
+                __syncthreads();
+                for (int h = tid / 32; h < HEADS; h += THREADS / 32) {
+                    const int lane = tid & 31;
+                    const float a = weights[h][lane], b = weights[h][lane + 32];
+                    float top = fmaxf(a, b);
+#pragma unroll
+                    for (int distance = 16; distance; distance >>= 1)
+                        top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
+                    const float x = expf(a - top), y = expf(b - top);
+                    weights[h][lane] = x, weights[h][lane + 32] = y;
+                    float sum = x + y;
+#pragma unroll
+                    for (int distance = 16; distance; distance >>= 1) sum += __shfl_xor_sync(~0u, sum, distance);
+                    if (lane == 0 && h < count)
+                        extremes[(row * heads + first + h) * splits + split] = make_float2(top, sum);
+                }
+            } else {  // the weights of positions beyond `seen` are 0
+                float sum[HEADS / 2] = {};
+#pragma unroll 4
+                for (int p = 0; p < SPLIT; p += 4) {
+                    const float4 x = make_float4(tile[p][mine], tile[p + 1][mine], tile[p + 2][mine], tile[p + 3][mine]);
+#pragma unroll
+                    for (int h = 0; h < HEADS / 2; ++h)
+                        sum[h] = dot4(x, *reinterpret_cast<const float4*>(&weights[half + h][p]), sum[h]);
+                }
+                const int v = (index - key_parts) * DEPTH + mine;
+#pragma unroll
+                for (int h = 0; h < HEADS / 2; ++h)
+                    if (half + h < count && v < value_width)
+                        parts[((row * heads + first + half + h) * splits + split) * value_width + v] = sum[h];
             }
-#pragma unroll
-            for (int h = 0; h < HEADS; ++h)
-                if (h < count) parts[((row * heads + first + h) * splits + split) * value_width + v] = sum[h];
         }
     }
 }
 
-#define ATTEND(NAME, T)                                                                                               \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
-        attend_##NAME(const int* slots, const int* positions, const float* q, word q_row, word q_head, Cache keys,    \
-                      Cache values, word heads, word kv_heads, word key_width, word value_width, double scale,        \
-                      word splits, float* parts, float2* extremes) {                                                  \
-        attend<T>(slots, positions, q, q_row, q_head, keys, values, heads, kv_heads, key_width, value_width, scale,   \
-                  splits, parts, extremes);                                                                           \
+#define ATTEND(NAME, T, EVEN)                                                                                          \
+    extern "C" __global__ void __launch_bounds__(THREADS, 3)                                                           \
+        attend_##NAME(const int* slots, const int* positions, const float* q, word q_row, word q_head, Cache keys,     \
+                      Cache values, word heads, word kv_heads, word key_width, word value_width, double scale,         \
+                      word splits, float* parts, float2* extremes) {                                                   \
+        attend<T, EVEN>(slots, positions, q, q_row, q_head, keys, values, heads, kv_heads, key_width, value_width,     \
+                        scale, splits, parts, extremes);                                                               \
     }
-ATTEND(f32, float)
-ATTEND(f16, __half)
+ATTEND(f32, float, true)
+ATTEND(f16, __half, true)
+ATTEND(f32_odd, float, false)
+ATTEND(f16_odd, __half, false)
 
-// Grid (heads, rows), 128 threads: out = sum of e^(m - M) parts / sum of e^(m - M) l over the splits seen.
-extern "C" __global__ void attend_join(const int* positions, const float* parts, const float2* extremes, word heads,
-                                       word value_width, word splits, float* out, word out_row, word out_head) {
-    const int row = blockIdx.y, head = blockIdx.x, count = positions[row] / SPLIT + 1;
+// Grid (heads, rows), 128 threads: out = sum of e^(m - M) parts / sum of e^(m - M) l over the splits seen, in their order.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    attend_join(const int* positions, const float* parts, const float2* extremes, word heads, word value_width,
+                word splits, float* out, word out_row, word out_head) {
+    __shared__ float tops[THREADS / 32];
+    __shared__ float2 weights[THREADS];  // of a part, and times its sum
+    constexpr int EACH = 4;
+    const int row = blockIdx.y, head = blockIdx.x, count = positions[row] / SPLIT + 1, tid = threadIdx.x;
     extremes += (row * heads + head) * splits, parts += (row * heads + head) * splits * value_width;
-    float top = -INFINITY, sum = 0.0f;
-    for (int s = 0; s < count; ++s) top = fmaxf(top, extremes[s].x);
-    for (int s = 0; s < count; ++s) sum = fmaf(expf(extremes[s].x - top), extremes[s].y, sum);
-    for (int v = threadIdx.x; v < value_width; v += blockDim.x) {
-        float total = 0.0f;
-        for (int s = 0; s < count; ++s) total = fmaf(expf(extremes[s].x - top), parts[s * value_width + v], total);
-        out[row * out_row + head * out_head + v] = total / sum;
+    out += row * out_row + head * out_head;
+    float top = -INFINITY;
+    for (int s = tid; s < count; s += THREADS) top = fmaxf(top, extremes[s].x);
+#pragma unroll
+    for (int distance = 16; distance; distance >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
+    if ((tid & 31) == 0) tops[tid / 32] = top;
+    __syncthreads();
+    for (int i = 0; i < THREADS / 32; ++i) top = fmaxf(top, tops[i]);
+    for (int from = 0; from < value_width; from += EACH * THREADS) {
+        float total[EACH] = {}, sum = 0.0f;
+        for (int first = 0; first < count; first += THREADS) {
+            const int some = min(THREADS, count - first);
+            __syncthreads();
+            if (tid < some) {
+                const float2 extreme = extremes[first + tid];
+                const float weight = expf(extreme.x - top);
+                weights[tid] = make_float2(weight, weight * extreme.y);
+            }
+            __syncthreads();
+#pragma unroll 8
+            for (int s = 0; s < some; ++s) {
+                const float2 weight = weights[s];
+                sum += weight.y;
+#pragma unroll
+                for (int e = 0; e < EACH; ++e) {
+                    const int v = from + e * THREADS + tid;
+                    if (v < value_width) total[e] = fmaf(weight.x, parts[(first + s) * value_width + v], total[e]);
+                }
+            }
+        }
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) {
+            const int v = from + e * THREADS + tid;
+            if (v < value_width) out[v] = total[e] / sum;
+        }
     }
 }

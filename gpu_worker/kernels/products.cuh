@@ -1,4 +1,4 @@
-// Products of weight rows with activations, one warp for two weight rows at a time: the loop that decode speed is made of.
+// Products of weight rows with activations, one warp for a few weight rows at a time: the loop that decode speed is made of.
 //
 // A warp copies its rows chunk by chunk into a ring in shared memory with 16-byte asynchronous copies, whatever the
 // alignment of the type's blocks, and takes the chunks apart from there. Lane l has the groups l, l+32, ... of a row;
@@ -13,9 +13,7 @@
 
 typedef long long word;
 
-constexpr int STAGES = 4;
 constexpr int WARPS = 4;
-constexpr int PAIR = 2;
 
 DEVICE void copy_async(uint32_t to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -63,9 +61,19 @@ template <class Quant>
 constexpr __host__ __device__ int slot_bytes() {
     return (chunk_bytes<Quant>() + 15) / 16 * 16 + 32;
 }
+// Weight rows that a warp takes together, and chunks of them on their way: few matrices of float types are large, so a
+// warp must not have to wait for the chunks of a row one after the other.
+template <class Quant>
+constexpr __host__ __device__ int rows_together() {
+    return Quant::FORM == FORM_FLOAT ? 1 : 2;
+}
+template <class Quant>
+constexpr __host__ __device__ int stages() {
+    return Quant::FORM == FORM_FLOAT ? 8 : 4;
+}
 template <class Quant>
 constexpr __host__ __device__ int ring_bytes() {
-    return STAGES * PAIR * slot_bytes<Quant>();
+    return stages<Quant>() * rows_together<Quant>() * slot_bytes<Quant>();
 }
 
 struct Activations {
@@ -77,10 +85,10 @@ struct Activations {
 // One chunk of two weight rows against NR activation rows, quantised.
 template <class Quant, int NR>
 DEVICE void quantised_chunk(const uint8_t* const* slot, int chunk, int groups, const Activations& x, int rows,
-                            float (&total)[PAIR][NR]) {
+                            float (&total)[rows_together<Quant>()][NR]) {
     const int lane = threadIdx.x & 31, group = chunk * 32 + lane;
     if (group >= groups) return;
-    constexpr int EACH = Quant::BLOCK / 32;
+    constexpr int EACH = Quant::BLOCK / 32, PAIR = rows_together<Quant>();
     Group g[PAIR];
 #pragma unroll
     for (int m = 0; m < PAIR; ++m) Quant::decode(slot[m] + lane / EACH * Quant::BYTES, lane % EACH, g[m]);
@@ -115,9 +123,9 @@ DEVICE void quantised_chunk(const uint8_t* const* slot, int chunk, int groups, c
 
 template <class Quant, int NR>
 DEVICE void float_chunk(const uint8_t* const* slot, int chunk, int width, const Activations& x, int rows,
-                        float (&total)[PAIR][NR]) {
+                        float (&total)[rows_together<Quant>()][NR]) {
     typedef typename Quant::Element Element;
-    constexpr int EACH = chunk_bytes<Quant>() / Quant::BYTES;
+    constexpr int EACH = chunk_bytes<Quant>() / Quant::BYTES, PAIR = rows_together<Quant>();
     const int first = chunk * EACH, count = min(EACH, width - first);
 #pragma unroll 4
     for (int i = threadIdx.x & 31; i < count; i += 32) {
@@ -134,13 +142,14 @@ DEVICE void float_chunk(const uint8_t* const* slot, int chunk, int width, const 
     }
 }
 
-// emit(output, row, sum) for the weight rows 2p and 2p+1 of p = first, first + step, ... ; called by all lanes of a warp.
+// emit(output, row, sum) for the PAIR weight rows from PAIR * p on, of p = first, first + step, ... ; called by all lanes of a warp.
 template <class Quant, int NR, class Emit>
 DEVICE void products(const uint8_t* weights, word row_bytes, int outputs, int width, const Activations& x, int rows,
                      int first, int step, uint8_t* ring, Emit emit) {
     constexpr int CHUNK = chunk_bytes<Quant>(), SLOT = slot_bytes<Quant>();
+    constexpr int PAIR = rows_together<Quant>(), STAGES = stages<Quant>();
     const int lane = threadIdx.x & 31;
-    const int pairs = (outputs + 1) / 2;
+    const int pairs = (outputs + PAIR - 1) / PAIR;
     const int chunks = int((row_bytes + CHUNK - 1) / CHUNK);
     const int units = first < pairs ? (pairs - first + step - 1) / step * chunks : 0;
     const uint32_t ring_address = uint32_t(__cvta_generic_to_shared(ring));
@@ -151,7 +160,7 @@ DEVICE void products(const uint8_t* weights, word row_bytes, int outputs, int wi
             const int at = fetched % STAGES * PAIR * SLOT;
 #pragma unroll
             for (int m = 0; m < PAIR; ++m) {
-                const int row = min(2 * fetch_pair + m, outputs - 1);
+                const int row = min(PAIR * fetch_pair + m, outputs - 1);
                 const word done = word(fetch_chunk) * CHUNK;
                 const uintptr_t from = reinterpret_cast<uintptr_t>(weights + row * row_bytes + done);
                 const int bytes = int(min(word(CHUNK), row_bytes - done)), shift = int(from & 15);
@@ -180,7 +189,7 @@ DEVICE void products(const uint8_t* weights, word row_bytes, int outputs, int wi
         const uint8_t* slot[PAIR];
 #pragma unroll
         for (int m = 0; m < PAIR; ++m) {
-            const int row = min(2 * pair + m, outputs - 1);
+            const int row = min(PAIR * pair + m, outputs - 1);
             const uintptr_t from = reinterpret_cast<uintptr_t>(weights + row * row_bytes + word(chunk) * CHUNK);
             slot[m] = ring + (unit % STAGES * PAIR + m) * SLOT + int(from & 15);
         }
@@ -196,7 +205,7 @@ DEVICE void products(const uint8_t* weights, word row_bytes, int outputs, int wi
 #pragma unroll
                 for (int r = 0; r < NR; ++r) {
                     const float sum = warp_sum(total[m][r]);
-                    if (r < rows && 2 * pair + m < outputs) emit(2 * pair + m, r, sum);
+                    if (r < rows && PAIR * pair + m < outputs) emit(PAIR * pair + m, r, sum);
                 }
             chunk = 0, pair += step;
         }

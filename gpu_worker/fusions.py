@@ -1,0 +1,151 @@
+"""Fusions: which neighbouring ops become one launch, since every launch costs about a microsecond.
+
+Owns the patterns: a residual sum, the norm after it and the rounding of its result for the products that follow; and
+what happens to queries, keys and values between their projection and attention. It knows no kernel and no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from bloomery.runtime.program import (
+    Add,
+    CacheWrite,
+    MatMul,
+    Op,
+    Program,
+    RmsNorm,
+    Rope,
+    RoutedExperts,
+    View,
+    op_views,
+)
+
+MOST_JOBS: Final = 3
+_WIDEST_NORM: Final = 8192
+_WIDEST_HEAD: Final = 1024
+
+
+@dataclass(frozen=True)
+class AddNorm:
+    """out = norm(x + y), x + y kept where `add` wants it; `readers` are the weights whose products take out next."""
+
+    add: Add | None
+    norm: RmsNorm
+    readers: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.add.name} & {self.norm.name}" if self.add else self.norm.name
+
+
+@dataclass
+class HeadJob:
+    """One view's way to attention: norm, rotation, cache, each at most once and in this order."""
+
+    view: View
+    norm: RmsNorm | None = None
+    rope: Rope | None = None
+    write: CacheWrite | None = None
+
+
+@dataclass
+class HeadRun:
+    """Neighbouring ops on a few views, all of which happen head by head."""
+
+    jobs: list[HeadJob] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return " & ".join(self.names)
+
+    @property
+    def rope(self) -> Rope | None:
+        return next((job.rope for job in self.jobs if job.rope), None)
+
+    def take(self, op: Op) -> bool:
+        """Adds an op to the run if it fits."""
+        if not isinstance(op, RmsNorm | Rope | CacheWrite) or op.x.width > _WIDEST_HEAD:
+            return False
+        if not isinstance(op, CacheWrite) and op.out != op.x:
+            return False
+        if isinstance(op, RmsNorm) and op.x.count == 1:
+            return False
+        job = next((job for job in self.jobs if job.view == op.x), None)
+        if job is None:
+            if len(self.jobs) == MOST_JOBS or any(job.view.buffer == op.x.buffer for job in self.jobs):
+                return False
+            job = HeadJob(op.x)
+        if not _joins(job, op) or (isinstance(op, Rope) and not _same_turn(self.rope, op)):
+            return False
+        match op:
+            case RmsNorm():
+                job.norm = op
+            case Rope():
+                job.rope = op
+            case CacheWrite():
+                job.write = op
+        if job not in self.jobs:
+            self.jobs.append(job)
+        self.names.append(op.name)
+        return True
+
+
+def _joins(job: HeadJob, op: RmsNorm | Rope | CacheWrite) -> bool:
+    """Whether the op comes after what the job already does."""
+    if job.write:
+        return False
+    if isinstance(op, RmsNorm):
+        return job.norm is None and job.rope is None
+    return isinstance(op, CacheWrite) or job.rope is None
+
+
+def _same_turn(first: Rope | None, second: Rope) -> bool:
+    def turn(rope: Rope) -> tuple[object, ...]:
+        return rope.frequencies, rope.magnitude, rope.pairs, rope.behind
+
+    return first is None or turn(first) == turn(second)
+
+
+def fused(program: Program) -> Iterator[Op | AddNorm | HeadRun]:
+    """The program's ops in order, neighbours that can be one launch put together."""
+    ops, at = program.ops, 0
+    while at < len(ops):
+        run = HeadRun()
+        end = at
+        while end < len(ops) and run.take(ops[end]):
+            end += 1
+        if end > at + 1:
+            yield run
+        elif (sum_and_norm := _add_norm(ops, at)) is not None:
+            yield sum_and_norm
+            end = at + (2 if sum_and_norm.add else 1)
+        else:
+            yield ops[at]
+            end = at + 1
+        at = end
+
+
+def _add_norm(ops: Sequence[Op], at: int) -> AddNorm | None:
+    op = ops[at]
+    add = op if isinstance(op, Add) else None
+    norm = ops[at + 1] if add and at + 1 < len(ops) else op
+    if not isinstance(norm, RmsNorm) or norm.x.count != 1 or norm.x.width > _WIDEST_NORM:
+        return None
+    if add and not (norm.x == add.out and add.x.count == add.y.count == 1):
+        return None
+    return AddNorm(add, norm, tuple(_readers(ops[at + (2 if add else 1) :], norm.out)))
+
+
+def _readers(ops: Sequence[Op], view: View) -> Iterator[str]:
+    """Weights of the products that take the view before anything else is written to its buffer."""
+    for op in ops:
+        if isinstance(op, MatMul) and op.x == view:
+            yield from op.weights
+        elif isinstance(op, RoutedExperts) and op.x == view:
+            yield from (op.gate, op.up)
+        if any(writes and written.buffer == view.buffer for written, writes in op_views(op)):
+            return
