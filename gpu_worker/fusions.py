@@ -76,7 +76,7 @@ class HeadRun:
             return False
         job = next((job for job in self.jobs if job.view == op.x), None)
         if job is None:
-            if len(self.jobs) == MOST_JOBS or any(job.view.buffer == op.x.buffer for job in self.jobs):
+            if len(self.jobs) == MOST_JOBS or any(_overlap(job.view, op.x) for job in self.jobs):
                 return False
             job = HeadJob(op.x)
         if not _joins(job, op) or (isinstance(op, Rope) and not _same_turn(self.rope, op)):
@@ -92,6 +92,10 @@ class HeadRun:
             self.jobs.append(job)
         self.names.append(op.name)
         return True
+
+
+def _overlap(one: View, other: View) -> bool:
+    return one.buffer == other.buffer and one.start < other.end and other.start < one.end
 
 
 def _joins(job: HeadJob, op: RmsNorm | Rope | CacheWrite) -> bool:

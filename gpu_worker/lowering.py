@@ -427,7 +427,7 @@ class _Lowering:
         words = (step.slots, step.positions, *self._heads(op.q), *places, *widths)
         self.emit("attention", name, (walkers, sets, rows), 128, *words, shared=shared)
         join = (step.positions, parts, extremes, heads, op.value_width, splits, *self._heads(op.out))
-        self.emit("attention", "attend_join", (heads, rows), 128, *join)
+        self.emit("attention", "attend_join", (heads, rows), 1024, *join)
 
     def _router(self, op: Router) -> None:
         experts, used = op.logits.elements, op.ids.elements

@@ -166,49 +166,53 @@ ATTEND(f16, __half, true)
 ATTEND(f32_odd, float, false)
 ATTEND(f16_odd, __half, false)
 
-// Grid (heads, rows), 128 threads: out = sum of e^(m - M) parts / sum of e^(m - M) l over the splits seen, in their order.
-extern "C" __global__ void __launch_bounds__(THREADS)
+// Grid (heads, rows), JOINERS threads: out = sum of e^(m - M) parts / sum of e^(m - M) l over the splits seen. A team of
+// 128 threads takes every eighth split; teams are summed in their order.
+constexpr int TEAMS = 8;
+constexpr int JOINERS = 128 * TEAMS;
+constexpr int AT_ONCE = 512;  // elements of a head
+extern "C" __global__ void __launch_bounds__(JOINERS)
     attend_join(const int* positions, const float* parts, const float2* extremes, word heads, word value_width,
                 word splits, float* out, word out_row, word out_head) {
-    __shared__ float tops[THREADS / 32];
-    __shared__ float2 weights[THREADS];  // of a part, and times its sum
-    constexpr int EACH = 4;
+    __shared__ float tops[32];
+    __shared__ float sums[TEAMS];
+    __shared__ float totals[TEAMS][AT_ONCE];
+    constexpr int EACH = AT_ONCE / 128;
     const int row = blockIdx.y, head = blockIdx.x, count = positions[row] / SPLIT + 1, tid = threadIdx.x;
+    const int team = tid / 128, member = tid % 128, width = int(value_width);
     extremes += (row * heads + head) * splits, parts += (row * heads + head) * splits * value_width;
     out += row * out_row + head * out_head;
     float top = -INFINITY;
-    for (int s = tid; s < count; s += THREADS) top = fmaxf(top, extremes[s].x);
+    for (int s = tid; s < count; s += JOINERS) top = fmaxf(top, extremes[s].x);
 #pragma unroll
     for (int distance = 16; distance; distance >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
     if ((tid & 31) == 0) tops[tid / 32] = top;
     __syncthreads();
-    for (int i = 0; i < THREADS / 32; ++i) top = fmaxf(top, tops[i]);
-    for (int from = 0; from < value_width; from += EACH * THREADS) {
-        float total[EACH] = {}, sum = 0.0f;
-        for (int first = 0; first < count; first += THREADS) {
-            const int some = min(THREADS, count - first);
-            __syncthreads();
-            if (tid < some) {
-                const float2 extreme = extremes[first + tid];
-                const float weight = expf(extreme.x - top);
-                weights[tid] = make_float2(weight, weight * extreme.y);
-            }
-            __syncthreads();
-#pragma unroll 8
-            for (int s = 0; s < some; ++s) {
-                const float2 weight = weights[s];
-                sum += weight.y;
 #pragma unroll
-                for (int e = 0; e < EACH; ++e) {
-                    const int v = from + e * THREADS + tid;
-                    if (v < value_width) total[e] = fmaf(weight.x, parts[(first + s) * value_width + v], total[e]);
-                }
+    for (int i = 0; i < 32; ++i) top = fmaxf(top, tops[i]);
+    for (int from = 0; from < width; from += AT_ONCE) {
+        float total[EACH] = {}, sum = 0.0f;
+#pragma unroll 4
+        for (int s = team; s < count; s += TEAMS) {
+            const float2 extreme = extremes[s];
+            const float weight = expf(extreme.x - top);
+            sum = fmaf(weight, extreme.y, sum);
+#pragma unroll
+            for (int e = 0; e < EACH; ++e) {
+                const int v = from + e * 128 + member;
+                if (v < width) total[e] = fmaf(weight, parts[s * value_width + v], total[e]);
             }
         }
+        __syncthreads();
+        if (member == 0) sums[team] = sum;
 #pragma unroll
-        for (int e = 0; e < EACH; ++e) {
-            const int v = from + e * THREADS + tid;
-            if (v < value_width) out[v] = total[e] / sum;
+        for (int e = 0; e < EACH; ++e) totals[team][e * 128 + member] = total[e];
+        __syncthreads();
+        for (int i = tid; i < AT_ONCE && from + i < width; i += JOINERS) {
+            float whole = 0.0f, weights = 0.0f;
+#pragma unroll
+            for (int t = 0; t < TEAMS; ++t) whole += totals[t][i], weights += sums[t];
+            out[from + i] = whole / weights;
         }
     }
 }

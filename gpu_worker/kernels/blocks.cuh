@@ -1,6 +1,7 @@
 // The quant types' block layouts, taken apart 32 weights ("a group") at a time. Knows no kernel and no activation.
 //
 // Weight i of a group is  d * scale[i / 16] * (q_i - offset) - dmin * minimum[i / 16], where q_i is byte i of q[0..7].
+// HALVES says that the two scales of a group may differ.
 // Types with a float minimum (Q4_1, Q5_1) have scale 1, minimum 0 and keep the minimum in `dmin`; it is added.
 // Layouts after the block structs of ggml-common.h. Plain C++ apart from a few intrinsics, so that a host compiler can
 // test it.
@@ -89,7 +90,7 @@ DEVICE void plain_scales(Group& g) { g.scale[0] = g.scale[1] = 1, g.minimum[0] =
 
 struct Q8_0 {
     static constexpr int BLOCK = 32, BYTES = 34, OFFSET = 0;
-    static constexpr bool MINIMA = false;
+    static constexpr bool MINIMA = false, HALVES = false;
     static constexpr Form FORM = FORM_Q8_0;
     DEVICE static void decode(const uint8_t* b, int, Group& g) {
         plain_scales(g);
@@ -100,7 +101,7 @@ struct Q8_0 {
 
 struct Q4_0 {
     static constexpr int BLOCK = 32, BYTES = 18, OFFSET = 8;
-    static constexpr bool MINIMA = false;
+    static constexpr bool MINIMA = false, HALVES = false;
     static constexpr Form FORM = FORM_Q8_0;
     DEVICE static void decode(const uint8_t* b, int, Group& g) {
         plain_scales(g);
@@ -111,7 +112,7 @@ struct Q4_0 {
 
 struct Q4_1 {
     static constexpr int BLOCK = 32, BYTES = 20, OFFSET = 0;
-    static constexpr bool MINIMA = false;
+    static constexpr bool MINIMA = false, HALVES = false;
     static constexpr Form FORM = FORM_Q8_1;
     DEVICE static void decode(const uint8_t* b, int, Group& g) {
         plain_scales(g);
@@ -127,7 +128,7 @@ DEVICE void fifth_bits(uint32_t bits, uint32_t* q) {
 
 struct Q5_0 {
     static constexpr int BLOCK = 32, BYTES = 22, OFFSET = 16;
-    static constexpr bool MINIMA = false;
+    static constexpr bool MINIMA = false, HALVES = false;
     static constexpr Form FORM = FORM_Q8_0;
     DEVICE static void decode(const uint8_t* b, int, Group& g) {
         uint32_t bits;
@@ -141,7 +142,7 @@ struct Q5_0 {
 
 struct Q5_1 {
     static constexpr int BLOCK = 32, BYTES = 24, OFFSET = 0;
-    static constexpr bool MINIMA = false;
+    static constexpr bool MINIMA = false, HALVES = false;
     static constexpr Form FORM = FORM_Q8_1;
     DEVICE static void decode(const uint8_t* b, int, Group& g) {
         plain_scales(g);
@@ -153,7 +154,7 @@ struct Q5_1 {
 
 struct IQ4_NL {
     static constexpr int BLOCK = 32, BYTES = 18, OFFSET = 0;
-    static constexpr bool MINIMA = false;
+    static constexpr bool MINIMA = false, HALVES = false;
     static constexpr Form FORM = FORM_Q8_0;
     DEVICE static void decode(const uint8_t* b, int, Group& g) {
         uint32_t w[4];
@@ -167,7 +168,7 @@ struct IQ4_NL {
 
 struct IQ4_XS {
     static constexpr int BLOCK = 256, BYTES = 136, OFFSET = 0;
-    static constexpr bool MINIMA = false;
+    static constexpr bool MINIMA = false, HALVES = false;
     static constexpr Form FORM = FORM_Q8_K;
     DEVICE static void decode(const uint8_t* b, int j, Group& g) {
         uint32_t w[4];
@@ -184,7 +185,7 @@ struct IQ4_XS {
 
 struct Q2_K {
     static constexpr int BLOCK = 256, BYTES = 84, OFFSET = 0;
-    static constexpr bool MINIMA = true;
+    static constexpr bool MINIMA = true, HALVES = true;
     static constexpr Form FORM = FORM_Q8_K;
     DEVICE static void decode(const uint8_t* b, int j, Group& g) {
         g.d = half_at(b + 80), g.dmin = half_at(b + 82);
@@ -198,7 +199,7 @@ struct Q2_K {
 
 struct Q3_K {
     static constexpr int BLOCK = 256, BYTES = 110, OFFSET = 4;
-    static constexpr bool MINIMA = false;
+    static constexpr bool MINIMA = false, HALVES = true;
     static constexpr Form FORM = FORM_Q8_K;
     DEVICE static void decode(const uint8_t* b, int j, Group& g) {
         plain_scales(g);
@@ -218,19 +219,16 @@ struct Q3_K {
     }
 };
 
-// The 6-bit scales and minima of Q4_K and Q5_K: 12 bytes for 8 groups.
+// The 6-bit scales and minima of Q4_K and Q5_K: 12 bytes for 8 groups, those of the last four spread over three bytes.
 DEVICE void packed_scales(const uint8_t* s, int j, Group& g) {
-    if (j < 4) {
-        g.scale[0] = s[j] & 63, g.minimum[0] = s[j + 4] & 63;
-    } else {
-        g.scale[0] = (s[j + 4] & 15) | ((s[j - 4] >> 6) << 4), g.minimum[0] = (s[j + 4] >> 4) | ((s[j] >> 6) << 4);
-    }
-    g.scale[1] = g.scale[0], g.minimum[1] = g.minimum[0];
+    const int a = s[j & 3], b = s[4 + (j & 3)], c = s[8 + (j & 3)];
+    g.scale[0] = g.scale[1] = j < 4 ? a & 63 : (c & 15) | ((a >> 2) & 48);
+    g.minimum[0] = g.minimum[1] = j < 4 ? b & 63 : (c >> 4) | ((b >> 2) & 48);
 }
 
 struct Q4_K {
     static constexpr int BLOCK = 256, BYTES = 144, OFFSET = 0;
-    static constexpr bool MINIMA = true;
+    static constexpr bool MINIMA = true, HALVES = false;
     static constexpr Form FORM = FORM_Q8_K;
     DEVICE static void decode(const uint8_t* b, int j, Group& g) {
         g.d = half_at(b), g.dmin = half_at(b + 2);
@@ -243,7 +241,7 @@ struct Q4_K {
 
 struct Q5_K {
     static constexpr int BLOCK = 256, BYTES = 176, OFFSET = 0;
-    static constexpr bool MINIMA = true;
+    static constexpr bool MINIMA = true, HALVES = false;
     static constexpr Form FORM = FORM_Q8_K;
     DEVICE static void decode(const uint8_t* b, int j, Group& g) {
         g.d = half_at(b), g.dmin = half_at(b + 2);
@@ -259,7 +257,7 @@ struct Q5_K {
 
 struct Q6_K {
     static constexpr int BLOCK = 256, BYTES = 210, OFFSET = 32;
-    static constexpr bool MINIMA = false;
+    static constexpr bool MINIMA = false, HALVES = true;
     static constexpr Form FORM = FORM_Q8_K;
     DEVICE static void decode(const uint8_t* b, int j, Group& g) {
         plain_scales(g);

@@ -76,6 +76,12 @@ constexpr __host__ __device__ int ring_bytes() {
     return stages<Quant>() * rows_together<Quant>() * slot_bytes<Quant>();
 }
 
+// How far an address is past a multiple of 16: nowhere if all of the type's blocks are such multiples.
+template <class Quant>
+DEVICE int shift_of(const uint8_t* p) {
+    return Quant::FORM != FORM_FLOAT && Quant::BYTES % 16 == 0 ? 0 : int(reinterpret_cast<uintptr_t>(p) & 15);
+}
+
 struct Activations {
     const uint8_t* values;  // int8, or f32 for float types
     const uint8_t* scales;
@@ -94,7 +100,7 @@ DEVICE void quantised_chunk(const uint8_t* const* slot, int chunk, int groups, c
     for (int m = 0; m < PAIR; ++m) Quant::decode(slot[m] + lane / EACH * Quant::BYTES, lane % EACH, g[m]);
 #pragma unroll
     for (int r = 0; r < NR; ++r) {
-        const word row = x.stride * (r < rows ? r : rows - 1);
+        const word row = x.stride * (NR == 1 || r < rows ? r : rows - 1);
         const int4 a = *reinterpret_cast<const int4*>(x.values + row + 32 * group);
         const int4 b = *reinterpret_cast<const int4*>(x.values + row + 32 * group + 16);
         const int2 scales = *reinterpret_cast<const int2*>(x.scales + row + 8 * group);
@@ -110,10 +116,11 @@ DEVICE void quantised_chunk(const uint8_t* const* slot, int chunk, int groups, c
                 high = __dp4a(int(g[m].q[i + 4]), v[i + 4], high);
             }
             if (Quant::OFFSET) low -= Quant::OFFSET * first, high -= Quant::OFFSET * last;
-            const int sum = g[m].scale[0] * low + g[m].scale[1] * high;
+            const int sum = Quant::HALVES ? g[m].scale[0] * low + g[m].scale[1] * high : g[m].scale[0] * (low + high);
             total[m][r] = __fmaf_rn(__fmul_rn(g[m].d, dx), float(sum), total[m][r]);
             if (Quant::MINIMA) {
-                const int least = g[m].minimum[0] * first + g[m].minimum[1] * last;
+                const int least = Quant::HALVES ? g[m].minimum[0] * first + g[m].minimum[1] * last
+                                                : g[m].minimum[0] * (first + last);
                 total[m][r] = __fmaf_rn(-__fmul_rn(g[m].dmin, dx), float(least), total[m][r]);
             }
             if (Quant::FORM == FORM_Q8_1) total[m][r] = __fmaf_rn(g[m].dmin, __int_as_float(scales.y), total[m][r]);
@@ -142,32 +149,95 @@ DEVICE void float_chunk(const uint8_t* const* slot, int chunk, int width, const 
     }
 }
 
+// Rows of a float type whose rows are multiples of 16 bytes: a lane reads 16 bytes at a time, eight of them on their way.
+template <class Quant, int NR, class Emit>
+DEVICE void float_products(const uint8_t* weights, word row_bytes, int outputs, int width, const Activations& x, int rows,
+                           int first, int step, Emit emit) {
+    typedef typename Quant::Element Element;
+    constexpr int EACH = 16 / Quant::BYTES, BATCH = 8;
+    const int lane = threadIdx.x & 31, pieces = width / EACH;
+    for (int output = first; output < outputs; output += step) {
+        const uint4* row = reinterpret_cast<const uint4*>(weights + output * row_bytes);
+        float total[NR] = {};
+        for (int from = lane; from < pieces; from += 32 * BATCH) {
+            union {
+                uint4 raw;
+                Element element[EACH];
+            } w[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i)
+                w[i].raw = from + 32 * i < pieces ? __ldcs(row + from + 32 * i) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                if (from + 32 * i >= pieces) break;
+#pragma unroll
+                for (int r = 0; r < NR; ++r) {
+                    const uint8_t* mine = x.values + x.stride * (NR == 1 || r < rows ? r : rows - 1);
+                    const float4* values = reinterpret_cast<const float4*>(mine) + (from + 32 * i) * (EACH / 4);
+#pragma unroll
+                    for (int e = 0; e < EACH; e += 4) {
+                        const float4 v = values[e / 4];
+                        total[r] = __fmaf_rn(Quant::value(w[i].element[e]), v.x, total[r]);
+                        total[r] = __fmaf_rn(Quant::value(w[i].element[e + 1]), v.y, total[r]);
+                        total[r] = __fmaf_rn(Quant::value(w[i].element[e + 2]), v.z, total[r]);
+                        total[r] = __fmaf_rn(Quant::value(w[i].element[e + 3]), v.w, total[r]);
+                    }
+                }
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < NR; ++r) {
+            const float sum = warp_sum(total[r]);
+            if (r < rows) emit(output, r, sum);
+        }
+    }
+}
+
 // emit(output, row, sum) for the PAIR weight rows from PAIR * p on, of p = first, first + step, ... ; called by all lanes of a warp.
 template <class Quant, int NR, class Emit>
 DEVICE void products(const uint8_t* weights, word row_bytes, int outputs, int width, const Activations& x, int rows,
                      int first, int step, uint8_t* ring, Emit emit) {
     constexpr int CHUNK = chunk_bytes<Quant>(), SLOT = slot_bytes<Quant>();
     constexpr int PAIR = rows_together<Quant>(), STAGES = stages<Quant>();
+    if constexpr (Quant::FORM == FORM_FLOAT) {
+        const uintptr_t places = reinterpret_cast<uintptr_t>(weights) | reinterpret_cast<uintptr_t>(x.values);
+        if (((places | row_bytes | x.stride) & 15) == 0)
+            return float_products<Quant, NR>(weights, row_bytes, outputs, width, x, rows, first, step, emit);
+    }
     const int lane = threadIdx.x & 31;
     const int pairs = (outputs + PAIR - 1) / PAIR;
     const int chunks = int((row_bytes + CHUNK - 1) / CHUNK);
     const int units = first < pairs ? (pairs - first + step - 1) / step * chunks : 0;
     const uint32_t ring_address = uint32_t(__cvta_generic_to_shared(ring));
 
-    int fetched = 0, fetch_pair = first, fetch_chunk = 0;
+    // where the next chunk of each row comes from
+    int fetched = 0, fetch_pair = first, fetch_left = int(row_bytes), into = 0;
+    const uint8_t* source[PAIR];
+    auto begin_rows = [&]() {
+#pragma unroll
+        for (int m = 0; m < PAIR; ++m) source[m] = weights + min(PAIR * fetch_pair + m, outputs - 1) * row_bytes;
+    };
+    begin_rows();
     auto fetch = [&]() {
         if (fetched < units) {
-            const int at = fetched % STAGES * PAIR * SLOT;
+            const int bytes = min(CHUNK, fetch_left);
 #pragma unroll
             for (int m = 0; m < PAIR; ++m) {
-                const int row = min(PAIR * fetch_pair + m, outputs - 1);
-                const word done = word(fetch_chunk) * CHUNK;
-                const uintptr_t from = reinterpret_cast<uintptr_t>(weights + row * row_bytes + done);
-                const int bytes = int(min(word(CHUNK), row_bytes - done)), shift = int(from & 15);
-                const char* source = reinterpret_cast<const char*>(from - shift);
-                for (int i = 16 * lane; i < shift + bytes; i += 512) copy_async(ring_address + at + m * SLOT + i, source + i);
+                const int shift = shift_of<Quant>(source[m]);
+                const uint32_t to = ring_address + into + m * SLOT;
+                const uint8_t* from = source[m] - shift;
+#pragma unroll
+                for (int k = 0; k < SLOT; k += 512) {
+                    const int i = k + 16 * lane;
+                    if (i < shift + bytes) copy_async(to + i, from + i);
+                }
+                source[m] += CHUNK;
             }
-            if (++fetch_chunk == chunks) fetch_chunk = 0, fetch_pair += step;
+            into = into == (STAGES - 1) * PAIR * SLOT ? 0 : into + PAIR * SLOT;
+            if ((fetch_left -= CHUNK) <= 0) {
+                fetch_left = int(row_bytes), fetch_pair += step;
+                begin_rows();
+            }
         }
         ++fetched;
         commit_copies();
@@ -176,7 +246,7 @@ DEVICE void products(const uint8_t* weights, word row_bytes, int outputs, int wi
     for (int i = 0; i < STAGES - 1; ++i) fetch();
 
     float total[PAIR][NR];
-    int pair = first, chunk = 0;
+    int pair = first, chunk = 0, out_of = 0;
     for (int unit = 0; unit < units; ++unit) {
         if (chunk == 0) {
 #pragma unroll
@@ -189,10 +259,11 @@ DEVICE void products(const uint8_t* weights, word row_bytes, int outputs, int wi
         const uint8_t* slot[PAIR];
 #pragma unroll
         for (int m = 0; m < PAIR; ++m) {
-            const int row = min(PAIR * pair + m, outputs - 1);
-            const uintptr_t from = reinterpret_cast<uintptr_t>(weights + row * row_bytes + word(chunk) * CHUNK);
-            slot[m] = ring + (unit % STAGES * PAIR + m) * SLOT + int(from & 15);
+            const uint32_t row = min(PAIR * pair + m, outputs - 1);
+            const uint32_t from = uint32_t(reinterpret_cast<uintptr_t>(weights)) + row * uint32_t(row_bytes) + chunk * CHUNK;
+            slot[m] = ring + out_of + m * SLOT + shift_of<Quant>(reinterpret_cast<const uint8_t*>(uintptr_t(from)));
         }
+        out_of = out_of == (STAGES - 1) * PAIR * SLOT ? 0 : out_of + PAIR * SLOT;
         if constexpr (Quant::FORM == FORM_FLOAT)
             float_chunk<Quant, NR>(slot, chunk, width, x, rows, total);
         else
