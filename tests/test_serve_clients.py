@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -112,6 +113,97 @@ def test_responses(client: Any) -> None:
     assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
     assert text == whole.output_text == last.response.output_text  # type: ignore[union-attr]
     assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 1
+
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Looks at a place.",
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"enum": ["river", "sea"]}, "again": {"type": "boolean"}},
+            "required": ["place", "again"],
+            "additionalProperties": False,
+        },
+    },
+}
+FORCED: dict[str, Any] = {**SETTINGS, "tools": [TOOL], "tool_choice": "required", "max_tokens": 120}
+
+
+def check_call(name: str, arguments: str) -> None:
+    assert name == "look"
+    given = json.loads(arguments)
+    assert given["place"] in ("river", "sea") and isinstance(given["again"], bool)
+
+
+def test_forced_tool_calls(client: Any) -> None:
+    """The demo model calls tools only because the grammar leaves it nothing else."""
+    choice = client.chat.completions.create(**FORCED).choices[0]
+    assert choice.finish_reason == "tool_calls" and not choice.message.content
+    calls = choice.message.tool_calls
+    for call in calls:
+        check_call(call.function.name, call.function.arguments)
+    found: dict[int, list[str]] = {}
+    for chunk in client.chat.completions.create(**FORCED, stream=True):
+        for piece in (chunk.choices[0].delta.tool_calls or []) if chunk.choices else []:
+            name_and_text = found.setdefault(piece.index, ["", ""])
+            name_and_text[0] += piece.function.name or ""
+            name_and_text[1] += piece.function.arguments or ""
+    assert [tuple(call) for call in found.values()] == [(c.function.name, c.function.arguments) for c in calls]
+
+
+def test_five_turns_of_tools_process_new_tokens_only(client: Any) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Look around."}]
+    seen = 0
+    for turn in range(5):
+        answer = client.chat.completions.create(**{**FORCED, "messages": messages, "parallel_tool_calls": False})
+        (call,) = answer.choices[0].message.tool_calls
+        check_call(call.function.name, call.function.arguments)
+        if turn:
+            assert answer.usage.prompt_tokens_details.cached_tokens >= seen - 1
+        seen = answer.usage.prompt_tokens
+        said = {"id": call.id, "type": "function", "function": call.function.model_dump()}
+        result = {"role": "tool", "tool_call_id": call.id, "content": f"nothing new, time {turn}"}
+        messages = [*messages, {"role": "assistant", "content": None, "tool_calls": [said]}, result]
+
+
+def test_forced_tools_of_the_other_apis(client: Any, server: Serving) -> None:
+    function = TOOL["function"]
+    tool = {"type": "function", **function}
+    settings: dict[str, Any] = {"model": "any", "input": "Look.", "tools": [tool], "tool_choice": "required"}
+    (item,) = client.responses.create(**settings, max_output_tokens=120, parallel_tool_calls=False).output
+    check_call(item.name, item.arguments)
+    stream = client.responses.create(**settings, max_output_tokens=120, parallel_tool_calls=False, stream=True)
+    last = list(stream)[-1]
+    assert last.type == "response.completed" and last.response.output[0].type == "function_call"
+    body = {
+        "max_tokens": 120,
+        "messages": [{"role": "user", "content": "Look."}],
+        "tools": [{"name": "look", "input_schema": function["parameters"]}],
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+    }
+    answer = server.post("/v1/messages", body, **{"x-api-key": "k"}).json
+    (block,) = answer["content"]
+    assert answer["stop_reason"] == "tool_use" and block["type"] == "tool_use"
+    check_call(block["name"], json.dumps(block["input"]))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": "x"},
+        {"tools": [3]},
+        {"tools": [TOOL, TOOL]},
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}},
+        {"tools": [TOOL], "grammar": 'root ::= "a"'},
+        {"tools": [TOOL], "response_format": {"type": "json_object"}},
+    ],
+    ids=str,
+)
+def test_bad_tools_are_refused(server: Serving, fields: dict[str, Any]) -> None:
+    answer = server.post("/v1/chat/completions", {**SETTINGS, **fields}, Authorization="Bearer k")
+    assert answer.status == 400, answer.data
 
 
 def test_errors_are_the_clients_own(client: Any, server: Serving) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from bloomery.launcher.http.chat_output import Delta, Message, OutputFormat
+from bloomery.launcher.chat_output import Delta, Message, OutputFormat
 from bloomery.launcher.http.chat_shape import Reader
 from bloomery.launcher.http.endpoints import answer, chat_jobs, json_body
 from bloomery.launcher.http.endpoints import count_tokens as count_chat_tokens

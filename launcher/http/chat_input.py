@@ -1,7 +1,7 @@
 """Conversations as OpenAI's clients send them: checked, and rendered into a prompt by the chat template.
 
 Owns prefill (a last assistant message that is to be continued) and what templates are told. It does not know how
-answers are read (`chat_output.py`).
+answers are read (`launcher/chat_output`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from bloomery.launcher.chat_output import OutputFormat, check_tools, generic_instruction, tool_choice
 from bloomery.launcher.http.backend import Backend
-from bloomery.launcher.http.chat_output import OutputFormat
-from bloomery.launcher.http.errors import invalid, unsupported
+from bloomery.launcher.http.errors import invalid
 from bloomery.launcher.http.fields import flag, shown, string
 from bloomery.launcher.http.settings import ServerSettings
 from bloomery.runtime.chat_template import CHATML
@@ -138,36 +138,47 @@ def _older_names(tools: list[Any]) -> dict[str, Any]:
 async def read_conversation(backend: Backend, settings: ServerSettings, body: dict[str, Any]) -> Conversation:
     """The prompt of a chat request. Raises RequestError."""
     messages = [template_message(message) for message in check_messages(body.get("messages"))]
-    tools = body.get("tools") or []
-    if not isinstance(tools, list):
-        raise invalid("tools must be an array", field="tools")
-    choice = body.get("tool_choice", "auto")
-    if tools and not settings.jinja:
-        raise invalid("tools param requires --jinja flag", field="tools")
-    if choice == "none":
-        tools = []
-    elif tools and choice not in ("auto", None) and not OutputFormat.reads_tool_calls:
-        raise unsupported("tool_choice other than auto or none is not supported")
+    given, choice = body.get("tools"), "auto"
+    tools: tuple[dict[str, Any], ...] = ()
+    if given:
+        if not settings.jinja:
+            raise invalid("tools param requires --jinja flag", field="tools")
+        tools = check_tools(given)
+        choice = tool_choice(body.get("tool_choice"), tools)
+        tools = () if choice == "none" else tools
+    parallel = flag(body, "parallel_tool_calls", True)
+    template = template_source(backend, settings)
+    if OutputFormat(template=template, tools=tools).is_generic:
+        messages = _with_instruction(messages, generic_instruction(tools, parallel))
     add_prompt, continued = _continuation(settings, body, messages)
     prefill = ""
     shown_messages = messages
     if continued:
         prefill, shown_messages, add_prompt = text_of(messages[-1].get("content"), "\n\n"), messages[:-1], True
-    variables = template_variables(settings, body, tools)
-    prompt = await backend.apply_template(shown_messages, template_source(backend, settings), add_prompt, variables)
+    variables = template_variables(settings, body, list(tools))
+    prompt = await backend.apply_template(shown_messages, template, add_prompt, variables)
     reasoning = string(body, "reasoning_format", settings.reasoning_format)
     if reasoning not in REASONING_FORMATS:
         raise invalid(f"reasoning_format must be one of {', '.join(REASONING_FORMATS)}", field="reasoning_format")
     return Conversation(
         prompt + prefill,
         OutputFormat(
-            template=template_source(backend, settings),
+            template=template,
             prompt_end=(prompt + prefill)[-200:],
             reasoning_format=reasoning,
-            tools=tuple(tools),
-            parallel_tool_calls=flag(body, "parallel_tool_calls", True),
+            tools=tools,
+            parallel_tool_calls=parallel,
+            choice=choice,
         ),
     )
+
+
+def _with_instruction(messages: list[dict[str, Any]], instruction: str) -> list[dict[str, Any]]:
+    """The conversation with more text in its system message."""
+    if messages and messages[0]["role"] == "system":
+        text = text_of(messages[0].get("content")) + "\n\n" + instruction
+        return [{**messages[0], "content": text}, *messages[1:]]
+    return [{"role": "system", "content": instruction}, *messages]
 
 
 def _continuation(settings: ServerSettings, body: dict[str, Any], messages: list[dict[str, Any]]) -> tuple[bool, bool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bloomery.launcher.http.chat_output import ChatOutput, Delta, Message, OutputFormat
+from bloomery.launcher.chat_output import ChatOutput, Delta, Message, OutputFormat
 from bloomery.launcher.http.generation import Answer, Begun, Ended, Grown, Processed, Step
 from bloomery.launcher.http.shapes import Event, OpenAIShape
 from bloomery.runtime.facts import ModelFacts
@@ -60,6 +60,7 @@ class ChatShape(OpenAIShape):
         self._reader = Reader(format)
         self._jobs = jobs
         self._greeted: set[int] = set()
+        self._logprobs: dict[int, list[dict[str, Any]]] = {}  # of tokens whose text has not left the reader yet
 
     def events(self, step: Step) -> list[Event]:
         answer = step.answer
@@ -87,9 +88,11 @@ class ChatShape(OpenAIShape):
                 chunks.append(self._chunk(answer, {"role": "assistant", "content": None}))
             self._greeted.add(answer.job.index)
         texts = [self._chunk(answer, delta_object(delta)) for delta in self._reader.read(step)]
-        if texts and isinstance(step, Grown):
-            if step.probabilities:
-                texts[-1]["choices"][0]["logprobs"] = {"content": list(step.probabilities)}
+        if isinstance(step, Grown):
+            self._logprobs.setdefault(answer.job.index, []).extend(step.probabilities)
+        if texts:
+            if logprobs := self._logprobs.pop(answer.job.index, None):
+                texts[-1]["choices"][0]["logprobs"] = {"content": logprobs}
             if answer.job.values["timings_per_token"]:
                 texts[-1]["timings"] = answer.timings()
         chunks += texts

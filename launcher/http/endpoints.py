@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from bloomery.launcher.chat_output import OutputFormat
 from bloomery.launcher.http.chat_input import Conversation, read_conversation
 from bloomery.launcher.http.chat_shape import ChatShape
 from bloomery.launcher.http.constraints import read_constraint
@@ -22,6 +23,7 @@ from bloomery.launcher.http.parameters import Job, check_room, read_biases, read
 from bloomery.launcher.http.shapes import NativeShape, Shape, TextShape
 from bloomery.launcher.http.streaming import EventStream, until_disconnect
 from bloomery.runtime.errors import RequestError
+from bloomery.runtime.requests import Constraint
 
 if TYPE_CHECKING:
     from bloomery.launcher.http.server import Server
@@ -57,11 +59,16 @@ def too_large(limit: int) -> RequestError:
 
 
 async def jobs_of(
-    server: Server, body: Body, values: Body, prompts: Sequence[tuple[int, ...]], **extra: Any
+    server: Server,
+    body: Body,
+    values: Body,
+    prompts: Sequence[tuple[int, ...]],
+    constraint: Constraint | None,
+    shown_tokens: tuple[int, ...] = (),
+    **extra: Any,
 ) -> list[Job]:
     """One job for each prompt and choice; choice i of a prompt has the seed plus i."""
     biases = await read_biases(server.backend, body)
-    constraint = read_constraint(body)
     count = values["n_cmpl"]
     if count > server.backend.facts.slots:
         raise invalid(f"n must be from 1 to {server.backend.facts.slots} (the slots), found {count}", field="n")
@@ -72,7 +79,7 @@ async def jobs_of(
             seed = values["seed"] if values["seed"] == RANDOM_SEED else (values["seed"] + choice) % 2**32
             slot = values["id_slot"] if len(prompts) * count == 1 else -1
             own = {**values, "seed": seed, "id_slot": slot}
-            jobs.append(Job(len(jobs), prompt, own, biases, constraint, extra))
+            jobs.append(Job(len(jobs), prompt, own, biases, constraint, shown_tokens, extra))
     return jobs
 
 
@@ -102,7 +109,7 @@ async def native_completion(server: Server, request: Request, body: Body) -> Res
     if "prompt" not in body:
         raise invalid('"prompt" is required', field="prompt")
     prompts = await read_prompts(server.backend, body["prompt"])
-    jobs = await jobs_of(server, body, values, prompts)
+    jobs = await jobs_of(server, body, values, prompts, read_constraint(body))
     shape = NativeShape(server.model_name, server.backend.facts)
     return await answer(server, request, jobs, shape, stream=values["stream"])
 
@@ -120,7 +127,7 @@ async def text_completion(server: Server, request: Request) -> Response:
     if "prompt" not in body:
         raise invalid('"prompt" is required', field="prompt")
     prompts = await read_prompts(server.backend, body["prompt"])
-    jobs = await jobs_of(server, body, values, prompts)
+    jobs = await jobs_of(server, body, values, prompts, read_constraint(body))
     shape = TextShape(
         server.model_name,
         server.backend.facts,
@@ -137,9 +144,25 @@ async def chat_jobs(server: Server, body: Body) -> tuple[list[Job], Conversation
     body = _with_logprobs(body)
     values = await read_values(server.backend, server.settings, body)
     conversation = await read_conversation(server.backend, server.settings, body)
-    values["stop"] = [*values["stop"], *conversation.format.stops]
+    format = conversation.format
+    values["stop"] = [*values["stop"], *format.stops]
     tokens = tuple(await server.prompt_tokens(conversation.prompt))
-    return await jobs_of(server, body, values, [tokens], **conversation.settings()), conversation
+    constraint = chat_constraint(body, format)
+    shown = await server.shown_tokens(format)
+    jobs = await jobs_of(server, body, values, [tokens], constraint, shown, **conversation.settings())
+    return jobs, conversation
+
+
+def chat_constraint(body: Body, format: OutputFormat) -> Constraint | None:
+    """What the answer's text has to be: what the request says, or what keeps tool calls well-formed."""
+    own = read_constraint(body)
+    if own is None:
+        return format.tool_constraint()
+    if format.tools and own.grammar:
+        raise invalid("Cannot use custom grammar constraints with tools.", field="grammar")
+    if format.tools:
+        raise invalid("response_format and tools cannot be used together", field="response_format")
+    return format.after_reasoning(own)
 
 
 def _with_logprobs(body: Body) -> Body:

@@ -49,6 +49,7 @@ class Job:
     values: dict[str, Any]
     logit_bias: tuple[tuple[int, float], ...] = ()
     constraint: Constraint | None = None
+    shown_tokens: tuple[int, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
 
     def settings(self, seed: int | None = None, end_tokens: tuple[int, ...] = ()) -> dict[str, Any]:
@@ -213,5 +214,6 @@ def generation_request(job: Job, settings: ServerSettings, context: int) -> Gene
         "keep": values["n_keep"] if values["n_keep"] >= 0 else len(job.tokens),
         "discard": values["n_discard"],
         "constraint": job.constraint,
+        "shown_tokens": job.shown_tokens,
     }
     return replace(request, **optional)

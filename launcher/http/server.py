@@ -18,6 +18,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from bloomery.launcher.chat_output import OutputFormat
 from bloomery.launcher.http.backend import Backend
 from bloomery.launcher.http.generation import Answer, Begun, Ended, Step
 from bloomery.launcher.http.metrics import Rates
@@ -59,6 +60,7 @@ class Server:
         self._tasks = itertools.count()
         self._asleep: dict[str, Any] = {}  # the daemon's counters when it fell asleep
         self._gone: dict[str, float] = {}  # sums of the counters of daemons that have slept since
+        self._single: dict[str, int | None] = {}  # texts that are one token
         self._end_texts: tuple[str, str] | None = None
         self._active, self._last_active = 0, time.monotonic()
 
@@ -116,6 +118,14 @@ class Server:
             shown = (await self.backend.pieces([facts.bos]))[facts.bos].decode("utf-8", "replace")
             prompt = prompt.removeprefix(shown)
         return await self.backend.tokenize(prompt)
+
+    async def shown_tokens(self, format: OutputFormat) -> tuple[int, ...]:
+        """Control tokens whose spelling a reader of answers has to see."""
+        for text in format.shown():
+            if text not in self._single:
+                tokens = await self.backend.tokenize(text, add_special=False)
+                self._single[text] = tokens[0] if len(tokens) == 1 else None
+        return tuple(token for text in format.shown() if (token := self._single[text]) is not None)
 
     async def watched(self, request: Request, jobs: list[Job], steps: AsyncIterator[Step]) -> AsyncIterator[Step]:
         """The same steps, recorded."""
