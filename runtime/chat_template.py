@@ -23,6 +23,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from bloomery.runtime.deepseek_template import chat_template_text
 from bloomery.runtime.errors import RequestError
 from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.tokenizer import Tokenizer
@@ -61,7 +62,8 @@ class ChatTemplate:
 
     @classmethod
     def from_model_file(cls, model: ModelFile, tokenizer: Tokenizer) -> ChatTemplate:
-        return cls(model.key("tokenizer.chat_template", str, "") or None, tokenizer)
+        model.key("tokenizer.chat_template", str, "")  # its type is checked
+        return cls(chat_template_text(model) or None, tokenizer)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any

@@ -36,7 +36,6 @@ from bloomery.runtime.utility_calls import UtilityCalls
 if TYPE_CHECKING:
     from bloomery.runtime.engine import Engine
     from bloomery.runtime.executor import StepExecutor
-    from bloomery.runtime.model_file import ModelFile
     from bloomery.runtime.placement import Plan
     from bloomery.runtime.program import Program
 
@@ -173,6 +172,7 @@ class Daemon:
     def _load(self) -> None:
         from bloomery.runtime.architectures import build_program
         from bloomery.runtime.chat_template import ChatTemplate
+        from bloomery.runtime.deepseek_template import chat_template_text
         from bloomery.runtime.engine import Engine
         from bloomery.runtime.model_facts import model_facts
         from bloomery.runtime.model_file import ModelFile
@@ -187,7 +187,7 @@ class Daemon:
         self._report("open", 1, 3)
         tokenizer = Tokenizer.from_model_file(model)
         self._report("open", 2, 3)
-        template = ChatTemplate.from_model_file(model, tokenizer) if has_template(model) else None
+        template = ChatTemplate.from_model_file(model, tokenizer) if chat_template_text(model) else None
         self._report("open", 3, 3)
         executor = self._start_executor(program, plan)
         self._stack.callback(executor.close)
@@ -317,10 +317,6 @@ def endpoints(config: DaemonConfig) -> tuple[str, str]:
     if config.endpoint.startswith("ipc://"):
         return endpoint, f"{endpoint}.control"
     return endpoint, f"ipc://{socket_path('control')}"
-
-
-def has_template(model: ModelFile) -> bool:
-    return bool(model.metadata.get("tokenizer.chat_template"))
 
 
 def resident_bytes() -> int:

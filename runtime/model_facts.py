@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bloomery.runtime.deepseek_template import chat_template_text
 from bloomery.runtime.facts import ModelFacts
 from bloomery.runtime.model_file import ModelFile
 
@@ -37,7 +38,7 @@ def model_facts(model: ModelFile, tokenizer: Tokenizer, plan: Plan, alias: str) 
         end_tokens=tuple(sorted(tokenizer.end_tokens)),
         add_bos=tokenizer.add_bos,
         tokenizer_digest=tokenizer.digest,
-        chat_template=str(model.metadata.get("tokenizer.chat_template") or ""),
+        chat_template=chat_template_text(model),
     )
 
 
