@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.gpu_worker.card_memory import CardMemory
-from bloomery.gpu_worker.compile_cache import cubin
 from bloomery.gpu_worker.driver import Card, CardError, Graph
+from bloomery.gpu_worker.kernel_functions import Kernels
 from bloomery.gpu_worker.launches import MAX_ROWS, KernelName, Launch
 from bloomery.gpu_worker.lowering import lower
 from bloomery.runtime.errors import StepAborted, WorkerLost
@@ -32,35 +32,6 @@ from bloomery.runtime.program import Program
 LOGITS_BYTES: Final = 64 << 20
 _AHEAD: Final = 4
 """Groups of a step that may be under way at once: an abort takes effect after so many."""
-
-
-class Kernels:
-    """Functions of the compiled kernel files, loaded when first asked for."""
-
-    def __init__(self, card: Card) -> None:
-        self._card = card
-        self._modules: dict[tuple[str, str], Any] = {}
-        self._functions: dict[KernelName, Any] = {}
-
-    def load(self, names: set[KernelName], progress: Callable[[str, int, int], None]) -> None:
-        """Compiles what is not in the cache and loads all of it."""
-        files = sorted({(name.file, name.quant_type) for name in names} - self._modules.keys())
-        for done, (file, kind) in enumerate(files):
-            progress("compile", done, len(files))
-            self._modules[file, kind] = self._card.cuda.module_from_file(
-                str(cubin(file, kind, self._card.architecture))
-            )
-        for name in names - self._functions.keys():
-            self._functions[name] = self._modules[name.file, name.quant_type].get_function(name.function)
-
-    def launch(self, launch: Launch) -> None:
-        """Puts a launch on the card's stream."""
-        function = self._functions[launch.kernel]
-        words = np.array(launch.words, np.int64).tobytes()
-        try:
-            function._launch_kernel(launch.grid, (launch.threads, 1, 1), words, launch.shared, self._card.stream)
-        except self._card.cuda.Error as error:
-            raise CardError(f"{self._card.name}: {error} (launching {launch.kernel} for op {launch.label})") from error
 
 
 @dataclass

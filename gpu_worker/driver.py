@@ -87,12 +87,32 @@ class Card:
             self._context.detach()
 
 
+class Library:
+    """Functions of libcuda that PyCUDA does not have. Failures become a CardError that names the function."""
+
+    def __init__(self, card_name: str) -> None:
+        self._library = ctypes.CDLL("libcuda.so.1")
+        self._card_name = card_name
+
+    def try_call(self, function: str, *arguments: Any) -> int:
+        """The function's status."""
+        status: int = getattr(self._library, function)(*arguments)
+        return status
+
+    def call(self, function: str, *arguments: Any) -> None:
+        status = self.try_call(function, *arguments)
+        if status:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorString(status, ctypes.byref(text))
+            words = text.value.decode() if text.value else f"error {status}"
+            raise CardError(f"{self._card_name}: {function}: {words}", "the card's context is lost; start it anew")
+
+
 class Graph:
     """Kernels of a stream captured once and replayed. PyCUDA has no graphs, so libcuda is called directly."""
 
     def __init__(self, card: Card) -> None:
-        self._card = card
-        self._library = ctypes.CDLL("libcuda.so.1")
+        self._library = Library(card.name)
         self._stream = ctypes.c_void_p(card.stream.handle)
         self._executable = ctypes.c_void_p()
         self.nodes = 0
@@ -100,34 +120,26 @@ class Graph:
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
         """What is launched on the card's stream inside becomes the graph instead of running."""
-        self._call("cuStreamBeginCapture_v2", self._stream, _CAPTURE_THREAD_LOCAL)
+        self._library.call("cuStreamBeginCapture_v2", self._stream, _CAPTURE_THREAD_LOCAL)
         graph = ctypes.c_void_p()
         try:
             yield
         except BaseException:
-            self._library.cuStreamEndCapture(self._stream, ctypes.byref(graph))
+            self._library.try_call("cuStreamEndCapture", self._stream, ctypes.byref(graph))
             raise
-        self._call("cuStreamEndCapture", self._stream, ctypes.byref(graph))
+        self._library.call("cuStreamEndCapture", self._stream, ctypes.byref(graph))
         count = ctypes.c_size_t()
-        self._call("cuGraphGetNodes", graph, None, ctypes.byref(count))
+        self._library.call("cuGraphGetNodes", graph, None, ctypes.byref(count))
         self.nodes = count.value
-        self._call("cuGraphInstantiateWithFlags", ctypes.byref(self._executable), graph, ctypes.c_ulonglong(0))
-        self._call("cuGraphDestroy", graph)
-        self._call("cuGraphUpload", self._executable, self._stream)
+        self._library.call("cuGraphInstantiateWithFlags", ctypes.byref(self._executable), graph, ctypes.c_ulonglong(0))
+        self._library.call("cuGraphDestroy", graph)
+        self._library.call("cuGraphUpload", self._executable, self._stream)
 
     def launch(self) -> None:
         """Runs the graph on the card's stream; returns at once."""
-        self._call("cuGraphLaunch", self._executable, self._stream)
+        self._library.call("cuGraphLaunch", self._executable, self._stream)
 
     def close(self) -> None:
         if self._executable:
-            self._library.cuGraphExecDestroy(self._executable)
+            self._library.try_call("cuGraphExecDestroy", self._executable)
             self._executable = ctypes.c_void_p()
-
-    def _call(self, function: str, *arguments: Any) -> None:
-        status = getattr(self._library, function)(*arguments)
-        if status:
-            text = ctypes.c_char_p()
-            self._library.cuGetErrorString(status, ctypes.byref(text))
-            words = text.value.decode() if text.value else f"error {status}"
-            raise CardError(f"{self._card.name}: {function}: {words}", "the card's context is lost; start it anew")

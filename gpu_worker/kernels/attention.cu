@@ -67,6 +67,7 @@ DEVICE void attend(const int* slots, const int* positions, const float* q, word 
     extern __shared__ __align__(16) float queries[];
     __shared__ __align__(16) float tile[SPLIT][STRIDE];
     __shared__ __align__(16) float weights[HEADS][SPLIT];
+    begin();
     const int row = blockIdx.z, position = positions[row], tid = threadIdx.x;
     if (blockIdx.x * SPLIT > position) return;
     const int each = int(heads / kv_heads), batches = (each + HEADS - 1) / HEADS;
@@ -174,6 +175,7 @@ constexpr int AT_ONCE = 512;  // elements of a head
 extern "C" __global__ void __launch_bounds__(JOINERS)
     attend_join(const int* positions, const float* parts, const float2* extremes, word heads, word value_width,
                 word splits, float* out, word out_row, word out_head) {
+    begin();
     __shared__ float tops[32];
     __shared__ float sums[TEAMS];
     __shared__ float totals[TEAMS][AT_ONCE];

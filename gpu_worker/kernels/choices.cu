@@ -49,6 +49,7 @@ DEVICE int take_best(uint32_t* ranks, int count) {
 extern "C" __global__ void router(const float* logits, word logits_row, int* ids, word ids_row, float* mix, word mix_row,
                                   const float* bias, word experts, word used, word sigmoid, word normalise, double scale,
                                   word groups, word groups_used) {
+    begin();
     extern __shared__ float scores[];
     uint32_t *ranks = reinterpret_cast<uint32_t*>(scores + experts), *group_ranks = ranks + experts;
     const int lane = threadIdx.x, row = blockIdx.x, n = int(experts), each = n / int(groups);
@@ -95,6 +96,7 @@ extern "C" __global__ void router(const float* logits, word logits_row, int* ids
 
 // Grid (parts, rows), 256 threads: the best of each part of a row.
 extern "C" __global__ void argmax_parts(const float* x, word x_row, word width, Best* parts) {
+    begin();
     __shared__ Best bests[8];
     x += blockIdx.y * x_row;
     Best mine = {0.0f, -1};
@@ -112,6 +114,7 @@ extern "C" __global__ void argmax_parts(const float* x, word x_row, word width, 
 
 // Grid rows, 32 threads.
 extern "C" __global__ void argmax_whole(const Best* parts, word count, int* out, word out_row) {
+    begin();
     Best mine = {0.0f, -1};
     for (int i = threadIdx.x; i < count; i += 32) {
         const Best part = parts[blockIdx.x * count + i];

@@ -1,5 +1,6 @@
 // What the kernels of several families share: the 8-byte parameter word and sums over a block of threads.
 #pragma once
+#include "overlap.cuh"
 #include <cuda_fp16.h>
 #include <stdint.h>
 

@@ -2,11 +2,13 @@
 // Grids are (elements / 256, rows) of 256 threads; strides count floats; heads lie x_head apart, `width` wide.
 #include "common.cuh"
 
-DEVICE word element() { return word(blockIdx.x) * blockDim.x + threadIdx.x; }
+DEVICE int element() { return blockIdx.x * blockDim.x + threadIdx.x; }
 
 extern "C" __global__ void add(const float* x, word x_row, word x_head, const float* y, word y_row, word y_head, float* out,
                                word out_row, word out_head, word width, word elements) {
-    const word i = element(), head = i / width, at = i % width, r = blockIdx.y;
+    begin();
+    const int i = element(), head = i / int(width), at = i % int(width);
+    const word r = blockIdx.y;
     if (i >= elements) return;
     out[r * out_row + head * out_head + at] = x[r * x_row + head * x_head + at] + y[r * y_row + head * y_head + at];
 }
@@ -14,7 +16,9 @@ extern "C" __global__ void add(const float* x, word x_row, word x_head, const fl
 extern "C" __global__ void swiglu(const float* gate, word gate_row, word gate_head, const float* up, word up_row,
                                   word up_head, float* out, word out_row, word out_head, word width, word elements,
                                   double limit) {
-    const word i = element(), head = i / width, at = i % width, r = blockIdx.y;
+    begin();
+    const int i = element(), head = i / int(width), at = i % int(width);
+    const word r = blockIdx.y;
     if (i >= elements) return;
     out[r * out_row + head * out_head + at] =
         silu_times(gate[r * gate_row + head * gate_head + at], up[r * up_row + head * up_head + at], float(limit));
@@ -22,13 +26,17 @@ extern "C" __global__ void swiglu(const float* gate, word gate_row, word gate_he
 
 extern "C" __global__ void copy_heads(const float* x, word x_row, word x_head, float* out, word out_row, word out_head,
                                       word width, word elements) {
-    const word i = element(), head = i / width, at = i % width, r = blockIdx.y;
+    begin();
+    const int i = element(), head = i / int(width), at = i % int(width);
+    const word r = blockIdx.y;
     if (i < elements) out[r * out_row + head * out_head + at] = x[r * x_row + head * x_head + at];
 }
 
 extern "C" __global__ void select_rows(const int* out_rows, const float* x, word x_row, word x_head, float* out,
                                        word out_row, word out_head, word width, word elements) {
-    const word i = element(), head = i / width, at = i % width, o = blockIdx.y;
+    begin();
+    const int i = element(), head = i / int(width), at = i % int(width);
+    const word o = blockIdx.y;
     if (i < elements) out[o * out_row + head * out_head + at] = x[out_rows[o] * x_row + head * x_head + at];
 }
 
@@ -36,23 +44,27 @@ extern "C" __global__ void select_rows(const int* out_rows, const float* x, word
 template <class T>
 DEVICE void cache_write(const int* slots, const int* positions, const float* x, word x_row, word x_head, word width,
                         word elements, T* state, word slot_stride, word row_stride) {
-    const word i = element(), r = blockIdx.y;
+    const int i = element();
+    const word r = blockIdx.y;
     if (i < elements)
         state[slots[r] * slot_stride + positions[r] * row_stride + i] =
-            from_float<T>(x[r * x_row + i / width * x_head + i % width]);
+            from_float<T>(x[r * x_row + i / int(width) * x_head + i % int(width)]);
 }
 extern "C" __global__ void cache_write_f32(const int* slots, const int* positions, const float* x, word x_row, word x_head,
                                            word width, word elements, float* state, word slot_stride, word row_stride) {
+    begin();
     cache_write<float>(slots, positions, x, x_row, x_head, width, elements, state, slot_stride, row_stride);
 }
 extern "C" __global__ void cache_write_f16(const int* slots, const int* positions, const float* x, word x_row, word x_head,
                                            word width, word elements, __half* state, word slot_stride, word row_stride) {
+    begin();
     cache_write<__half>(slots, positions, x, x_row, x_head, width, elements, state, slot_stride, row_stride);
 }
 
 // out[r] = ((0 + mix[r][0] * parts[r][0]) + mix[r][1] * parts[r][1]) + ..., each product and sum rounded.
 extern "C" __global__ void experts_sum(const float* parts, const float* mix, word mix_row, word used, float* out,
                                        word out_row, word elements) {
+    begin();
     const word i = element(), r = blockIdx.y;
     if (i >= elements) return;
     float total = 0.0f;

@@ -23,6 +23,7 @@ template <int NR>
 DEVICE void matmul(const Jobs& jobs, const uint8_t* values, const uint8_t* scales, word x_stride, word rows, word width,
                    word row_bytes, word heads, word head_values, word head_scales, word head_out) {
     __shared__ __align__(16) uint8_t rings[WARPS * ring_bytes<Quant>()];
+    let_next_begin();
     const int head = blockIdx.y % int(heads);
     const Job job = jobs.job[blockIdx.y / int(heads)];
     const Activations x = {values + head * head_values, scales + head * head_scales, x_stride};
@@ -30,7 +31,7 @@ DEVICE void matmul(const Jobs& jobs, const uint8_t* values, const uint8_t* scale
     float* out = job.out + head * head_out;
     const int warp = blockIdx.x * WARPS + threadIdx.x / 32;
     products<Quant, NR>(weights, row_bytes, int(job.outputs), int(width), x, int(rows), warp, gridDim.x * WARPS,
-                        warp_ring(rings), [&](int output, int row, float sum) {
+                        warp_ring(rings), await_previous, [&](int output, int row, float sum) {
                             if ((threadIdx.x & 31) == 0)
                                 out[row * job.out_stride + output] = job.bias ? sum + job.bias[output] : sum;
                         });
@@ -53,6 +54,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     experts(Jobs jobs, const uint8_t* values, const uint8_t* scales, word x_stride, word x_of_each_item, const int* ids,
             word ids_stride, word used, const int* slots, word width, word row_bytes) {
     __shared__ __align__(16) uint8_t rings[WARPS * ring_bytes<Quant>()];
+    begin();
     const Job job = jobs.job[blockIdx.z];
     const int item = blockIdx.y, row = item / int(used);
     const int slot = slots[ids[row * ids_stride + item % int(used)]];
@@ -65,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     const Activations x = {values + at, scales + at, x_stride};
     const int warp = blockIdx.x * WARPS + threadIdx.x / 32;
     products<Quant, 1>(job.weights + slot * row_bytes * job.outputs, row_bytes, int(job.outputs), int(width), x, 1, warp,
-                       gridDim.x * WARPS, warp_ring(rings), [&](int output, int, float sum) {
+                       gridDim.x * WARPS, warp_ring(rings), [] {}, [&](int output, int, float sum) {
                            if ((threadIdx.x & 31) == 0) out[output] = sum;
                        });
 }
@@ -89,6 +91,7 @@ DEVICE void embed_part(const uint8_t* row, int index, int width, float* out) {
 // Grid (blocks of threads, rows): row tokens[r] of the matrix, dequantised; a thread takes 32 elements.
 extern "C" __global__ void embed(const uint8_t* weights, word row_bytes, word width, const int* tokens, float* out,
                                  word out_stride) {
+    begin();
     embed_part<Quant>(weights + tokens[blockIdx.y] * row_bytes, blockIdx.x * blockDim.x + threadIdx.x, int(width),
                       out + blockIdx.y * out_stride);
 }

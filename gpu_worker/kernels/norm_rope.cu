@@ -4,6 +4,7 @@
 // Grid (heads, rows), any multiple of 32 threads.
 extern "C" __global__ void rms_norm(const float* x, word x_row, word x_head, float* out, word out_row, word out_head,
                                     const float* weight, word width, double epsilon) {
+    begin();
     x += blockIdx.y * x_row + blockIdx.x * x_head;
     out += blockIdx.y * out_row + blockIdx.x * out_head;
     float squares = 0.0f;
@@ -15,6 +16,7 @@ extern "C" __global__ void rms_norm(const float* x, word x_row, word x_head, flo
 // Grid (pairs / 64, rows), 64 threads: cosine and sine of position * frequency, both times the magnitude, in double.
 extern "C" __global__ void rope_table(float2* table, word pairs, const double* frequencies, double magnitude,
                                       const int* positions, word behind) {
+    begin();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= pairs) return;
     double sine, cosine;
@@ -25,6 +27,7 @@ extern "C" __global__ void rope_table(float2* table, word pairs, const double* f
 // Grid (heads, rows), 64 threads. `halves`: pairs (i, i + pairs), else (2i, 2i + 1); elements beyond are copied.
 extern "C" __global__ void rope(const float2* table, word pairs, const float* x, word x_row, word x_head, float* out,
                                 word out_row, word out_head, word width, word halves) {
+    begin();
     x += blockIdx.y * x_row + blockIdx.x * x_head;
     out += blockIdx.y * out_row + blockIdx.x * out_head;
     for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
@@ -43,6 +46,7 @@ extern "C" __global__ void rope(const float2* table, word pairs, const float* x,
 extern "C" __global__ void __launch_bounds__(512)
     add_rms_norm(const float* x, word x_row, const float* y, word y_row, float* sum, word sum_row, float* out, word out_row,
                  const float* weight, word width, double epsilon, uint8_t* values, uint8_t* scales, word q_stride) {
+    begin();
     extern __shared__ __align__(16) float kept[];
     const int row = blockIdx.x, n = int(width);
     x += row * x_row, out += row * out_row;
@@ -121,9 +125,11 @@ DEVICE void prepare_heads(const HeadJobs& jobs, const float2* table, word pairs,
 }
 extern "C" __global__ void __launch_bounds__(128)
     prepare_heads_f32(HeadJobs jobs, const float2* table, word pairs, word halves, const int* slots, const int* positions) {
+    begin();
     prepare_heads<float>(jobs, table, pairs, halves, slots, positions);
 }
 extern "C" __global__ void __launch_bounds__(128)
     prepare_heads_f16(HeadJobs jobs, const float2* table, word pairs, word halves, const int* slots, const int* positions) {
+    begin();
     prepare_heads<__half>(jobs, table, pairs, halves, slots, positions);
 }

@@ -9,6 +9,7 @@
 // sums of the first and the last 16 values) or, for Q4_1 and Q5_1, the float s of Q8_1.
 #pragma once
 #include "blocks.cuh"
+#include "overlap.cuh"
 #include <cuda_bf16.h>
 
 typedef long long word;
@@ -194,15 +195,18 @@ DEVICE void float_products(const uint8_t* weights, word row_bytes, int outputs, 
 }
 
 // emit(output, row, sum) for the PAIR weight rows from PAIR * p on, of p = first, first + step, ... ; called by all lanes of a warp.
-template <class Quant, int NR, class Emit>
+// `ready` is called once, before x is read; weights are read before it.
+template <class Quant, int NR, class Ready, class Emit>
 DEVICE void products(const uint8_t* weights, word row_bytes, int outputs, int width, const Activations& x, int rows,
-                     int first, int step, uint8_t* ring, Emit emit) {
+                     int first, int step, uint8_t* ring, Ready ready, Emit emit) {
     constexpr int CHUNK = chunk_bytes<Quant>(), SLOT = slot_bytes<Quant>();
     constexpr int PAIR = rows_together<Quant>(), STAGES = stages<Quant>();
     if constexpr (Quant::FORM == FORM_FLOAT) {
         const uintptr_t places = reinterpret_cast<uintptr_t>(weights) | reinterpret_cast<uintptr_t>(x.values);
-        if (((places | row_bytes | x.stride) & 15) == 0)
+        if (((places | row_bytes | x.stride) & 15) == 0) {
+            ready();
             return float_products<Quant, NR>(weights, row_bytes, outputs, width, x, rows, first, step, emit);
+        }
     }
     const int lane = threadIdx.x & 31;
     const int pairs = (outputs + PAIR - 1) / PAIR;
@@ -244,6 +248,7 @@ DEVICE void products(const uint8_t* weights, word row_bytes, int outputs, int wi
     };
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) fetch();
+    ready();
 
     float total[PAIR][NR];
     int pair = first, chunk = 0, out_of = 0;
