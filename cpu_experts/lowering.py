@@ -10,7 +10,6 @@ Scratch names: `activations` (the input of a product, quantised), `tiles` (decod
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,9 +24,12 @@ from bloomery.cpu_experts.kernels.layouts import (
     aligned,
     planes,
 )
-from bloomery.cpu_experts.stage import STEP_OUT_ROWS, STEP_ROWS, CacheAddress, LoweringContext, Stage
+from bloomery.cpu_experts.lowering_base import F32_BYTES, bits_of, limit_of
+from bloomery.cpu_experts.lowering_deepseek4 import Deepseek4Lowering
+from bloomery.cpu_experts.stage import STEP_ROWS, CacheAddress, LoweringContext, Stage
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.model_file import Tensor
+from bloomery.runtime.ops_deepseek4 import HyperMix, SoftplusRouter, WindowAttention
 from bloomery.runtime.program import (
     Add,
     Argmax,
@@ -49,7 +51,6 @@ from bloomery.runtime.program import (
     op_weights,
 )
 
-_F32: Final = 4
 _ALIGN: Final = 64
 _USE_REFERENCE: Final = "convert the file to a type with a kernel, or run it with --executor reference"
 
@@ -76,7 +77,7 @@ def lower(program: Program, context: LoweringContext) -> list[Stage]:
     """The stages of one step, in order. Raises PlanError naming tensor and type where there is no kernel."""
     for op in program.ops:
         for name in op_weights(op):
-            _check_type(context.weight(name)[1], op)
+            _check_type(context.weight(name)[1], op, name)
     return _Lowering(program, context).stages()
 
 
@@ -86,14 +87,17 @@ def required_kernels(program: Program, cache_type: str) -> list[str]:
     return list(dict.fromkeys(stage.kernel for stage in stages))
 
 
-def _check_type(tensor: Tensor, op: Op) -> None:
-    name = tensor.quant_type.name
-    only_f32 = isinstance(op, RmsNorm | Router)
-    if name not in WEIGHT_TYPES or (only_f32 and name != "F32"):
-        expected = "F32" if only_f32 else ", ".join(WEIGHT_TYPES)
+def _check_type(tensor: Tensor, op: Op, name: str) -> None:
+    kind = tensor.quant_type.name
+    expected: tuple[str, ...] = WEIGHT_TYPES
+    if isinstance(op, SoftplusRouter) and name == op.table:
+        expected = ("I32",)
+    elif isinstance(op, RmsNorm | Router | SoftplusRouter | HyperMix | WindowAttention):
+        expected = ("F32",)
+    if kind not in expected:
         raise PlanError(
-            f"{tensor.path}: tensor {tensor.name} of op {op.name} has type {name}, for which the host executor has no"
-            f" kernel (expected {expected})",
+            f"{tensor.path}: tensor {tensor.name} of op {op.name} has type {kind}, for which the host executor has no"
+            f" kernel (expected {', '.join(expected)})",
             _USE_REFERENCE,
         )
 
@@ -108,27 +112,20 @@ class _NoMemory:
         self._program = program
 
     def view(self, view: View) -> tuple[int, int]:
-        return _ALIGN + _F32 * view.start, _F32 * self._program.buffers[view.buffer].width
+        return _ALIGN + F32_BYTES * view.start, F32_BYTES * self._program.buffers[view.buffer].width
 
     def weight(self, name: str) -> tuple[int, Tensor]:
         return _ALIGN, self._program.weights[name]
 
     def state(self, name: str) -> CacheAddress:
-        return CacheAddress(_ALIGN, _ALIGN, _ALIGN)
+        return CacheAddress(_ALIGN, _ALIGN, _ALIGN, 1)
 
     def scratch(self, name: str, nbytes: int) -> int:
         return _ALIGN
 
 
-class _Lowering:
+class _Lowering(Deepseek4Lowering):
     """One pass over a program; `stages` is called once."""
-
-    def __init__(self, program: Program, context: LoweringContext) -> None:
-        self.program = program
-        self.context = context
-        self.out: list[Stage] = []
-        self.tables: dict[tuple[object, ...], tuple[int, int]] = {}  # rope tables made so far: address, row stride
-        self.label = ""
 
     def stages(self) -> list[Stage]:
         for op in self.program.ops:
@@ -136,11 +133,7 @@ class _Lowering:
             self._lower(op)
         return self.out
 
-    def emit(self, kernel: str, *arguments: int) -> None:
-        self.out.append(Stage(kernel, arguments, self.label))
-
     def _lower(self, op: Op) -> None:
-        self._require_plain(op)
         match op:
             case EmbedRows():
                 self._embed(op)
@@ -154,7 +147,7 @@ class _Lowering:
                 self._rope(op)
             case CopyHeads():
                 x, x_row = self.context.view(op.x)
-                x_head = 0 if op.x.count == 1 else _F32 * op.x.stride
+                x_head = 0 if op.x.count == 1 else F32_BYTES * op.x.stride
                 out = self._heads(op.out)
                 self.emit("copy_heads", self._rows(op.out), op.out.count, op.out.width, x, x_row, x_head, *out)
             case CacheWrite():
@@ -166,7 +159,7 @@ class _Lowering:
             case RoutedExperts():
                 self._routed_experts(op)
             case SwiGlu():
-                self._binary("swiglu", op.gate, op.up, op.out)
+                self._binary("swiglu", op.gate, op.up, op.out, limit_of(op.limit))
             case Add():
                 self._binary("add", op.x, op.y, op.out)
             case SelectRows():
@@ -177,54 +170,9 @@ class _Lowering:
                 greedy = self.context.view(op.out)
                 self.emit("argmax", self._rows(op.x), *self.context.view(op.x), *greedy, op.x.elements)
             case _:
-                raise PlanError(
-                    f"{self.program.architecture}: op {op.name} ({type(op).__name__}) has no host kernel yet",
-                    "run it with --executor reference",
-                )
+                self._lower_deepseek4(op)
 
-    def _require_plain(self, op: Op) -> None:
-        """Refuses what some ops can be told since their kernels were written."""
-        for option in ("limit", "behind"):
-            if getattr(op, option, 0):
-                raise PlanError(
-                    f"{self.program.architecture}: op {op.name} has a {option}, which its host kernel lacks",
-                    "run it with --executor reference",
-                )
-
-    # ---- what views and tensors mean to kernels
-    def _rows(self, view: View) -> int:
-        """Index of the step's row count that a buffer follows."""
-        return STEP_ROWS if self.program.buffers[view.buffer].rows == "step" else STEP_OUT_ROWS
-
-    def _max_rows(self, view: View) -> int:
-        return self.context.max_rows if self._rows(view) == STEP_ROWS else self.context.max_out_rows
-
-    def _heads(self, view: View) -> tuple[int, int, int]:
-        """Address, row stride, head stride."""
-        address, row_stride = self.context.view(view)
-        return address, row_stride, _F32 * (view.stride if view.count > 1 else view.width)
-
-    def _contiguous(self, *views: View) -> None:
-        for view in views:
-            if not view.contiguous:
-                raise PlanError(f"op {self.label}: its host kernel wants the heads of {view.buffer} without gaps")
-
-    def _blocks(self, tensor: Tensor, inputs: int, outputs: int, matrices: int = 1) -> tuple[int, int]:
-        """(bytes of a row, blocks of a row) of a weight with the given shape."""
-        expected, found = ((inputs, outputs, matrices, 1), (*tensor.shape, 1, 1, 1)[:4])
-        if found != expected:
-            raise PlanError(
-                f"{tensor.path}: tensor {tensor.name} of op {self.label} has shape {tensor.shape}, expected {expected}"
-            )
-        kind = tensor.quant_type
-        if inputs % kind.block_elements:
-            raise PlanError(
-                f"{tensor.path}: tensor {tensor.name} of type {kind.name} has rows of {inputs} elements, expected a"
-                f" multiple of {kind.block_elements}",
-                "the file is damaged or was made by a faulty converter",
-            )
-        return kind.row_bytes(inputs), inputs // kind.block_elements
-
+    # ---- ops of most architectures
     def _tiles(self, quant_type: str, blocks: int) -> tuple[int, int]:
         """(address, bytes of a rank's area) for decoded weights."""
         if quant_type in FLOAT_TYPES:
@@ -233,7 +181,6 @@ class _Lowering:
         nbytes = aligned(blocks * each)
         return self.context.scratch("tiles", nbytes * self.context.ranks), nbytes
 
-    # ---- ops
     def _embed(self, op: EmbedRows) -> None:
         self._contiguous(op.out)
         address, tensor = self.context.weight(op.weight)
@@ -243,15 +190,15 @@ class _Lowering:
     def _norm(self, op: RmsNorm) -> None:
         weight, _ = self.context.weight(op.weight)
         head = (self._rows(op.x), op.x.count, op.x.width)
-        self.emit("rms_norm", *head, *self._heads(op.x), *self._heads(op.out), weight, _bits(op.epsilon))
+        self.emit("rms_norm", *head, *self._heads(op.x), *self._heads(op.out), weight, bits_of(op.epsilon))
 
-    def _binary(self, kernel: str, x: View, y: View, out: View) -> None:
+    def _binary(self, kernel: str, x: View, y: View, out: View, *rest: int) -> None:
         views = [x, y, out]
         if all(view.contiguous for view in views):
             views = [View(view.buffer, view.start, view.elements) for view in views]
         heads, width = views[2].count, views[2].width
         places = (word for view in views for word in self._heads(view))
-        self.emit(kernel, self._rows(out), 1, heads, width, *places)
+        self.emit(kernel, self._rows(out), 1, heads, width, *places, *rest)
 
     def _quantise(self, kind: str, x: View, scratch: str = "activations") -> Activations:
         """A stage that brings x into the form `kind`; F32 is read where it is."""
@@ -264,7 +211,7 @@ class _Lowering:
         heads, width = (1, x.elements) if x.contiguous else (x.count, x.width)
         self.emit(
             f"quantise_{kind}", self._rows(x), 1, heads, width // block, address, row_stride, head_stride, 0,
-            out, out_stride, d_plane, sums_plane, 0,
+            out, out_stride, d_plane, sums_plane, 0, limit_of(0.0),
         )  # fmt: skip
         return Activations(out, out_stride, d_plane, sums_plane, block)
 
@@ -315,43 +262,38 @@ class _Lowering:
         self._multiply(tensor.quant_type.name, x, op.x, jobs)
 
     def _rope(self, op: Rope) -> None:
-        key = (op.frequencies, op.magnitude)
+        key = (op.frequencies, op.magnitude, op.behind)
         pairs = len(op.frequencies)
         if key not in self.tables:
-            stride = aligned(2 * pairs * _F32)
+            stride = aligned(2 * pairs * F32_BYTES)
             table = self.context.scratch(f"rope:{len(self.tables)}", self.context.max_rows * stride)
             self.tables[key] = table, stride
-            frequencies = (_bits(frequency) for frequency in op.frequencies)
-            self.emit("rope_table", table, stride, pairs, _bits(op.magnitude), *frequencies)
+            frequencies = (bits_of(frequency) for frequency in op.frequencies)
+            self.emit("rope_table", table, stride, pairs, bits_of(op.magnitude), op.behind, *frequencies)
         places = (*self._heads(op.x), *self._heads(op.out))
         self.emit(f"rope_{op.pairs}", *self.tables[key], pairs, op.x.count, op.x.width, *places)
 
     def _cache_write(self, op: CacheWrite) -> None:
-        state = self.context.state(op.state)
-        x, row_stride, head_stride = self._heads(op.x)
-        element = _F32 if self.context.cache_type == "f32" else 2
-        target = (state.address + op.start * element, state.slot_stride, state.row_stride)
-        source = (x, row_stride, op.x.count, op.x.width, head_stride)
-        self.emit(f"cache_write_{self.context.cache_type}", *source, *target)
+        self._write_state(op.x, op.state, op.start, 1)
 
     def _attention(self, op: Attention) -> None:
-        score_row = aligned((self.context.context + 8) * _F32)
-        area = ATTENTION_HEADS * (score_row + aligned(op.key_width * _F32))
+        score_row = aligned((self.context.context + 8) * F32_BYTES)
+        area = ATTENTION_HEADS * (score_row + aligned(op.key_width * F32_BYTES))
         scores = self.context.scratch("scores", area * self.context.ranks)
         caches = (self.context.state(op.keys), self.context.state(op.values))
         places = (word for cache in caches for word in (cache.address, cache.slot_stride, cache.row_stride))
-        widths = (op.q.count, op.q.count // op.kv_heads, op.key_width, op.value_width, _bits(op.scale))
+        widths = (op.q.count, op.q.count // op.kv_heads, op.key_width, op.value_width, bits_of(op.scale))
         kernel = f"attention_{self.context.cache_type}"
         self.emit(kernel, *widths, *self._heads(op.q), *self._heads(op.out), *places, scores, score_row, area)
 
     def _router(self, op: Router) -> None:
         self._contiguous(op.logits, op.ids, op.mix)
         experts = op.logits.elements
-        area = aligned(ROUTER_WORDS * _F32 * experts)
+        area = aligned(ROUTER_WORDS * F32_BYTES * experts)
         scratch = self.context.scratch("router", area * self.context.ranks)
         bias = 0 if op.bias is None else self.context.weight(op.bias)[0]
         views = (word for view in (op.logits, op.ids, op.mix) for word in self.context.view(view))
-        rule = (bias, int(op.normalise), _bits(op.scale), op.groups, op.groups_used)
+        rule = (bias, int(op.normalise), bits_of(op.scale), op.groups, op.groups_used)
         head = (self._rows(op.logits), experts, op.ids.elements)
         self.emit(f"router_{op.gating}", *head, *views, *rule, scratch, area)
 
@@ -361,7 +303,7 @@ class _Lowering:
         _, hidden, experts = (*tensors[0].shape, 1)[:3]
         used, rows = op.ids.elements, self._rows(op.x)
         items = self._max_rows(op.x) * used
-        width = aligned(hidden * _F32)
+        width = aligned(hidden * F32_BYTES)
         gate, up = (self.context.scratch(name, items * width) for name in ("gate", "up"))
         jobs = [(op.gate, gate, width, hidden), (op.up, up, width, hidden)]
         if tensors[0].quant_type == tensors[1].quant_type:
@@ -370,8 +312,8 @@ class _Lowering:
             for tensor, job in zip(tensors, jobs):
                 x = self._quantise(activation_kind(_kind(tensor)), op.x)
                 self._experts(op, op.x.elements, experts, [job], x, 0)
-        x = self._hidden(activation_kind(_kind(tensors[2])), rows, used, items, hidden, gate, up, width)
-        result = aligned(op.out.elements * _F32)
+        x = self._hidden(activation_kind(_kind(tensors[2])), rows, used, items, hidden, gate, up, width, op.limit)
+        result = aligned(op.out.elements * F32_BYTES)
         parts = self.context.scratch("experts", items * result)
         self._experts(op, hidden, experts, [(op.down, parts, result, op.out.elements)], x, 1)
         mix = self.context.view(op.mix)
@@ -395,7 +337,7 @@ class _Lowering:
         quant_type = _kind(self.context.weight(jobs[0][0])[1])
         tiles = self._tiles(quant_type, blocks)
         used = op.ids.elements
-        area = aligned(_F32 * (experts + 1 + 2 * self._max_rows(op.x) * used))
+        area = aligned(F32_BYTES * (experts + 1 + 2 * self._max_rows(op.x) * used))
         lists = self.context.scratch("lists", area * self.context.ranks)
         self.emit(
             f"experts_{quant_type}", self._rows(op.x), x.address, x.row_stride, x.d_plane, x.sums_plane, *tiles,
@@ -403,12 +345,12 @@ class _Lowering:
         )  # fmt: skip
 
     def _hidden(
-        self, kind: str, rows: int, used: int, items: int, hidden: int, gate: int, up: int, stride: int
+        self, kind: str, rows: int, used: int, items: int, hidden: int, gate: int, up: int, stride: int, limit: float
     ) -> Activations:
-        """silu(gate) * up of every item, in the form that the down matrices want."""
+        """silu(gate) * up of every item (bounded by a limit > 0), in the form that the down matrices want."""
         if kind in FLOAT_TYPES:
             place = (gate, stride, 0)
-            self.emit("swiglu", rows, used, 1, hidden, *place, up, stride, 0, *place)
+            self.emit("swiglu", rows, used, 1, hidden, *place, up, stride, 0, *place, limit_of(limit))
             if kind == "F32":
                 return Activations(gate, stride, 0, 0, 1)
             gate, up = gate, 0
@@ -418,16 +360,10 @@ class _Lowering:
         buffer = self.context.scratch("buffer", BUFFER_BYTES * self.context.ranks)
         self.emit(
             f"quantise_{kind}", rows, used, 1, hidden // block, gate, stride, 0, up,
-            out, out_stride, d_plane, sums_plane, buffer,
+            out, out_stride, d_plane, sums_plane, buffer, limit_of(limit),
         )  # fmt: skip
         return Activations(out, out_stride, d_plane, sums_plane, block)
 
 
 def _kind(tensor: Tensor) -> str:
     return tensor.quant_type.name
-
-
-def _bits(value: float) -> int:
-    """The bit pattern of a float64 as the signed integer that an argument is."""
-    bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
-    return bits

@@ -43,14 +43,15 @@ class Stage:
 
 @dataclass(frozen=True)
 class CacheAddress:
-    """Where the cache rows of one state lie; strides in bytes.
+    """Where the rows of one state lie; strides in bytes.
 
-    Row (slot, position) starts at address + slot*slot_stride + position*row_stride.
+    Logical row i of a slot (`states`) starts at address + slot*slot_stride + (i mod rows)*row_stride.
     """
 
     address: int
     slot_stride: int
     row_stride: int
+    rows: int
 
 
 class LoweringContext(Protocol):
@@ -83,7 +84,7 @@ class LoweringContext(Protocol):
         """Address of the tensor's first byte, and the tensor."""
 
     def state(self, name: str) -> CacheAddress:
-        """Where the rows of a cache state lie."""
+        """Where the rows of a state lie."""
 
     def scratch(self, name: str, nbytes: int) -> int:
         """Address (64-byte aligned) of at least `nbytes` bytes that all ranks see at their own address; the same name

@@ -52,9 +52,14 @@ def test_add_and_swiglu(width: int) -> None:
     out, (step, _) = np.empty_like(x), step_of(5)
     words = [0, 1, 1, width, *place(x), *place(y), *place(out)]
     np.testing.assert_array_equal(same_for_all_ranks("add", words, step, out), x + y)
-    made = same_for_all_ranks("swiglu", words, step, out)
-    exact = swiglu(x.astype(np.float64), y.astype(np.float64))
-    np.testing.assert_allclose(made, exact, rtol=4e-7, atol=1e-38)  # exp 1 ulp, sum, quotient, product: 4 roundings
+    for limit in (float("inf"), 1.5):
+        made = same_for_all_ranks("swiglu", [*words, bits(limit)], step, out)
+        exact = swiglu(x.astype(np.float64), y.astype(np.float64), 0.0 if limit == float("inf") else limit)
+        np.testing.assert_allclose(made, exact, rtol=4e-7, atol=1e-38)  # exp 1 ulp, sum, quotient, product: 4 roundings
+        x[1, 0] = y[2, 0] = np.nan  # stays one, whatever the limit
+        made = same_for_all_ranks("swiglu", [*words, bits(limit)], step, out)
+        assert np.isnan(made[1:3, 0]).all() and np.isnan(made).sum() == 2
+        x[1, 0] = y[2, 0] = 1.0
 
 
 def test_elementwise_heads_with_gaps() -> None:
@@ -104,7 +109,7 @@ def test_rope(pairs: Literal["halves", "neighbours"], count: int) -> None:
     stride = aligned(8 * count)
     table, out = aligned_bytes(4 * stride).view(np.float32), np.empty_like(x)
     step, _alive = step_of(4, positions=positions)
-    table_words = [table.ctypes.data, stride, count, bits(1.25), *map(bits, frequencies)]
+    table_words = [table.ctypes.data, stride, count, bits(1.25), 0, *map(bits, frequencies)]
     same_for_all_ranks("rope_table", table_words, step, table)
     words = [table.ctypes.data, stride, count, heads, width]
     exact = rope(x.astype(np.float64).reshape(4, heads, width), positions, frequencies, 1.25, pairs)
@@ -122,7 +127,7 @@ def test_cache_write(cache_type: str) -> None:
     cache = np.zeros((2, 6, 31), kind)
     step, _alive = step_of(5, slots=[0, 1, 1, 0, 1], positions=[5, 0, 1, 2, 2])
     element = cache.itemsize
-    words = [*place(x, 3)[:2], 2, 11, 4 * 17, cache.ctypes.data + 4 * element, *cache.strides[:2]]
+    words = [*place(x, 3)[:2], 2, 11, 4 * 17, cache.ctypes.data + 4 * element, *cache.strides[:2], 6, 1]
     made = same_for_all_ranks(f"cache_write_{cache_type}", words, step, cache)
     expected = np.full_like(cache, -77)
     for row, (slot, position) in enumerate(zip([0, 1, 1, 0, 1], [5, 0, 1, 2, 2])):

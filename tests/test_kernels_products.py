@@ -51,7 +51,7 @@ class Quantised:
         buffer = aligned_bytes(BUFFER_BYTES * ranks)
         blocks = width // ACTIVATION_ELEMENTS[kind]
         source = (x.ctypes.data, x.strides[0], 0, 0 if up is None else up.ctypes.data)
-        target = (self.memory.ctypes.data, self.stride, self.d_plane, self.sums_plane, buffer.ctypes.data)
+        target = (self.memory.ctypes.data, self.stride, self.d_plane, self.sums_plane, buffer.ctypes.data, INFINITY)
         run_kernel(f"quantise_{kind}", [0, 1, 1, blocks, *source, *target], step_of(rows), ranks)
 
     def plane(self, row: int, name: str) -> NDArray[np.uint8]:
@@ -106,7 +106,7 @@ def test_quantising_silu_gate_times_up_equals_doing_both(kind: str) -> None:
     gate, up = (activations(generator, 3, 512) for _ in range(2))
     whole = np.zeros_like(gate)
     places = [word for a in (gate, up, whole) for word in (a.ctypes.data, a.strides[0], 0)]
-    run_kernel("swiglu", [0, 1, 1, 512, *places], step_of(3), 2)
+    run_kernel("swiglu", [0, 1, 1, 512, *places, INFINITY], step_of(3), 2)
     np.testing.assert_array_equal(Quantised(kind, gate, 2, up).memory, Quantised(kind, whole).memory)
 
 

@@ -27,6 +27,10 @@ _FAMILIES: Final = {
     "attention_": ("attention", "attention"),
     "rope_": ("norm_rope", "rope"),
     "router_": ("router", "router"),
+    "table_rows_": ("engram", "table_rows"),
+    "index_scores_": ("indexer", "index_scores"),
+    "index_rows_": ("indexer", "index_rows"),
+    "window_attention_": ("window_attention", "window_attention"),
 }
 _SINGLE: Final = {
     "experts_sum": ("elementwise", "experts_sum"),
@@ -37,6 +41,16 @@ _SINGLE: Final = {
     "rms_norm": ("norm_rope", "rms_norm"),
     "rope_table": ("norm_rope", "rope_table"),
     "argmax": ("router", "argmax"),
+    "unit_norm": ("norm_rope", "unit_norm"),
+    "hyper_mix": ("hyper", "hyper_mix"),
+    "hyper_collapse": ("hyper", "hyper_collapse"),
+    "hyper_post": ("hyper", "hyper_post"),
+    "token_write": ("engram", "token_write"),
+    "engram_rows": ("engram", "engram_rows"),
+    "engram_gate": ("engram", "engram_gate"),
+    "pool_write": ("compressor", "pool_write"),
+    "pool_rows": ("compressor", "pool_rows"),
+    "router_softplus": ("softplus_router", "router_softplus"),
 }
 _VARIANTS: Final = {
     "matmul_": WEIGHT_TYPES,
@@ -47,6 +61,10 @@ _VARIANTS: Final = {
     "attention_": ("f32", "f16"),
     "rope_": ("halves", "neighbours"),
     "router_": ("softmax", "sigmoid"),
+    "table_rows_": WEIGHT_TYPES,
+    "index_scores_": ("f32", "f16"),
+    "index_rows_": ("f32", "f16"),
+    "window_attention_": ("f32", "f16"),
 }
 
 

@@ -28,6 +28,7 @@ from bloomery.cpu_experts.simd import (
     compiled,
     emits,
     f32x8,
+    float_argument,
     i8x32,
     i16x16,
     i32x8,
@@ -38,7 +39,7 @@ from bloomery.cpu_experts.simd import (
 )
 
 # Arguments: rows (index of the step's row count), rows per step row, heads, blocks of a head, x, x stride, x head
-# stride, up or 0, out, out stride, d plane, sums plane, buffers (BUFFER_BYTES a rank)
+# stride, up or 0, out, out stride, d plane, sums plane, buffers (BUFFER_BYTES a rank), limit of silu(x) * up
 _INT = types.int64
 _PAIR = pair_of(types.float32)
 
@@ -192,7 +193,7 @@ def _quantise(kind: str) -> Callable[[int, int, int, int], None]:
             if up == 0:
                 block_at = x + source
             else:
-                swiglu_run(x + source, up + source, buffer, elements)
+                swiglu_run(x + source, up + source, buffer, elements, float_argument(args, 13))
                 block_at = buffer
             quantise_block(
                 block_at, target + place * values_bytes, target + d_plane + place * d_bytes,

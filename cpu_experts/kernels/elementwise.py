@@ -22,6 +22,7 @@ from bloomery.cpu_experts.simd import (
     compiled,
     emits,
     f32x8,
+    float_argument,
     i32x8,
     load_i32,
     vector,
@@ -30,7 +31,7 @@ from bloomery.cpu_experts.simd import (
 CHUNK: Final = 256  # elements of one unit of work
 _INT = types.int64
 # Arguments of add and swiglu: rows (index of the step's row count), rows per step row, heads, width, then address, row
-# stride and head stride of x, y and out.
+# stride and head stride of x, y and out; swiglu also has its limit, infinity for none.
 BINARY_WORDS: Final = 13
 
 
@@ -39,9 +40,12 @@ def _add_8(s: Emitter, x: Value, y: Value, out: Value, count: Value) -> None:
     s.store_first(f32x8, s.fadd(s.load_first(f32x8, x, count), s.load_first(f32x8, y, count)), out, count)
 
 
-@emits(types.void, _INT, _INT, _INT, _INT)
-def _swiglu_8(s: Emitter, gate: Value, up: Value, out: Value, count: Value) -> None:
-    product = s.fmul(s.silu(s.load_first(f32x8, gate, count)), s.load_first(f32x8, up, count))
+@emits(types.void, _INT, _INT, _INT, _INT, types.float64)
+def _swiglu_8(s: Emitter, gate: Value, up: Value, out: Value, count: Value, limit: Value) -> None:
+    most = s.splat(f32x8, s.b.fptrunc(limit, f32x8.ir.element))
+    # a NaN is passed on: fmin and fmax give their second operand then
+    bounded = s.fmax(s.fneg(most), s.fmin(most, s.load_first(f32x8, up, count)))
+    product = s.fmul(s.silu(s.fmin(most, s.load_first(f32x8, gate, count))), bounded)
     s.store_first(f32x8, product, out, count)
 
 
@@ -53,13 +57,13 @@ def add_run(x: int, y: int, out: int, count: int) -> None:
 
 
 @compiled
-def swiglu_run(gate: int, up: int, out: int, count: int) -> None:
-    """out = silu(gate) * up for `count` consecutive floats; silu(x) = x / (1 + e^-x)."""
+def swiglu_run(gate: int, up: int, out: int, count: int, limit: float) -> None:
+    """out = silu(min(gate, limit)) * clip(up, -limit, limit) for `count` consecutive floats; silu(x) = x / (1 + e^-x)."""
     for start in range(0, count, 8):
-        _swiglu_8(gate + 4 * start, up + 4 * start, out + 4 * start, count - start)
+        _swiglu_8(gate + 4 * start, up + 4 * start, out + 4 * start, count - start, limit)
 
 
-def _binary(run: Callable[[int, int, int, int], None]) -> Callable[[int, int, int, int], None]:
+def _binary(gated: bool) -> Callable[[int, int, int, int], None]:
     def kernel(args: int, rank: int, ranks: int, step: int) -> None:
         rows = argument(step, argument(args, 0)) * argument(args, 1)
         heads, width = argument(args, 2), argument(args, 3)
@@ -73,24 +77,25 @@ def _binary(run: Callable[[int, int, int, int], None]) -> Callable[[int, int, in
             start = (unit - pair * chunks) * CHUNK
             row = pair // heads
             head = pair - row * heads
-            run(
-                x + row * x_row + head * x_head + 4 * start,
-                y + row * y_row + head * y_head + 4 * start,
-                out + row * out_row + head * out_head + 4 * start,
-                min(width - start, CHUNK),
-            )
+            x_at = x + row * x_row + head * x_head + 4 * start
+            y_at = y + row * y_row + head * y_head + 4 * start
+            out_at = out + row * out_row + head * out_head + 4 * start
+            if gated:
+                swiglu_run(x_at, y_at, out_at, min(width - start, CHUNK), float_argument(args, BINARY_WORDS))
+            else:
+                add_run(x_at, y_at, out_at, min(width - start, CHUNK))
 
     return kernel
 
 
 def add() -> Callable[[int, int, int, int], None]:
     """Kernel `add`."""
-    return _binary(add_run)
+    return _binary(False)
 
 
 def swiglu() -> Callable[[int, int, int, int], None]:
     """Kernel `swiglu`."""
-    return _binary(swiglu_run)
+    return _binary(True)
 
 
 @emits(types.void, _INT, _INT, _INT)
@@ -157,31 +162,37 @@ def narrow_run(x: int, out: int, count: int) -> None:
 
 def cache_write(cache_type: str) -> Callable[[int, int, int, int], None]:
     """Kernel `cache_write_<type>`: x, x row stride, heads, width, x head stride, first cache row (element `start` of
-    slot 0, position 0), slot stride, row stride."""
+    row 0 of slot 0), slot stride, row stride, rows of a slot, ratio.
+
+    A position that completes a group of `ratio` is written, to row (position // ratio) mod (rows of a slot)."""
     run = copy_run if cache_type == "f32" else narrow_run
     element = 4 if cache_type == "f32" else 2
 
     def kernel(args: int, rank: int, ranks: int, step: int) -> None:
         rows, slots, positions = argument(step, 0), argument(step, 3), argument(step, 4)
-        heads, width = argument(args, 2), argument(args, 3)
+        heads, width, in_slot, ratio = argument(args, 2), argument(args, 3), argument(args, 8), argument(args, 9)
         for unit in range(share_start(rows * heads, rank, ranks), share_end(rows * heads, rank, ranks)):
             row = unit // heads
             head = unit - row * heads
             slot, position = load_i32(slots + 4 * row), load_i32(positions + 4 * row)
-            target = argument(args, 5) + slot * argument(args, 6) + position * argument(args, 7)
-            run(
-                argument(args, 0) + row * argument(args, 1) + head * argument(args, 4),
-                target + head * width * element,
-                width,
-            )
+            group = position // ratio
+            if position - group * ratio == ratio - 1:
+                place = group - group // in_slot * in_slot
+                target = argument(args, 5) + slot * argument(args, 6) + place * argument(args, 7)
+                run(
+                    argument(args, 0) + row * argument(args, 1) + head * argument(args, 4),
+                    target + head * width * element,
+                    width,
+                )
 
     return kernel
 
 
 @emits(types.void, _INT, _INT, _INT, _INT, _INT, _INT)
-def _weighted_sum_8(
+def weighted_sum_8(
     s: Emitter, items: Value, item_stride: Value, mix: Value, used: Value, out: Value, count: Value
 ) -> None:
+    """out = sum over a < used in order, from 0, of mix[a] * (eight floats of item a), each operation rounded."""
     b = s.b
     zero = used.type(0)
     start = b.block
@@ -217,7 +228,7 @@ def experts_sum() -> Callable[[int, int, int, int], None]:
             row = unit // chunks
             first = (unit - row * chunks) * CHUNK
             for start in range(first, min(first + CHUNK, width), 8):
-                _weighted_sum_8(
+                weighted_sum_8(
                     argument(args, 0) + row * used * argument(args, 1) + 4 * start, argument(args, 1),
                     argument(args, 2) + row * argument(args, 3), used,
                     argument(args, 5) + row * argument(args, 6) + 4 * start, width - start,
@@ -226,7 +237,7 @@ def experts_sum() -> Callable[[int, int, int, int], None]:
     return kernel
 
 
-def _dequantise_block(name: str) -> Any:
+def dequantise_block(name: str) -> Any:
     """Numba function (block, out): the elements of one block as f32."""
 
     @emits(types.void, _INT, _INT)
@@ -268,7 +279,7 @@ def _dequantise_block(name: str) -> Any:
 
 def embed(name: str) -> Callable[[int, int, int, int], None]:
     """Kernel `embed_<type>`: weight, bytes of a row, blocks of a row, out, out row stride."""
-    dequantise = _dequantise_block(name)
+    dequantise = dequantise_block(name)
     kinds: dict[str, type[BlockFormat]] = {**SUPER_BLOCKS, **SMALL_BLOCKS}
     elements = 1 if name in ELEMENT_BYTES else kinds[name].elements
     nbytes = ELEMENT_BYTES[name] if name in ELEMENT_BYTES else kinds[name].nbytes

@@ -13,6 +13,7 @@ SMALL_TILE_BYTES: Final = 1280  # one 32-element block of 32 weight rows, decode
 BUFFER_BYTES: Final = 1024  # a rank's buffer while silu(gate) * up is quantised
 ATTENTION_HEADS: Final = 4  # queries that share keys and are taken together
 ROUTER_WORDS: Final = 5  # 32-bit words a rank needs for each expert while choosing
+SHARED_INDEX_ROWS: Final = 8  # rows of a step up to which the ranks share the index scores of each row
 
 ACTIVATION_ELEMENTS: Final = {"Q8_K": 256, "Q8_0": 32, "F16": 1, "BF16": 1}  # elements of a block
 PLANE_BYTES: Final = {"Q8_K": (256, 4, 32), "Q8_0": (32, 4, 8), "F16": (2, 0, 0), "BF16": (2, 0, 0)}  # of a block

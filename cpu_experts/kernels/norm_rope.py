@@ -1,7 +1,7 @@
-"""Kernels `rms_norm`, `rope_table` and `rope_<pairs>`.
+"""Kernels `rms_norm`, `unit_norm`, `rope_table` and `rope_<pairs>`.
 
 Owns their order of operations. rms_norm: squares and their sum in float64 (8 lanes by index mod 8, then
-((0+1)+(2+3)) + ((4+5)+(6+7))), mean rounded to f32, then f32: x * (1 / sqrt(mean + epsilon)) * weight. Rope: the angle
+((0+1)+(2+3)) + ((4+5)+(6+7))), mean rounded to f32, then f32: x * (1 / sqrt(mean + epsilon)) * weight; unit_norm without the weight. Rope: the angle
 position * frequency, its cosine and sine and their product with the magnitude in float64, rounded to f32 once; the
 rotation in f32, each product rounded.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from numba import types
 
@@ -30,16 +30,16 @@ from bloomery.cpu_experts.simd import (
 )
 
 _INT = types.int64
-ROPE_TABLE_HEAD: Final = 4  # table, table row stride, pairs, magnitude; then the frequencies (float64)
+ROPE_TABLE_HEAD: Final = 5  # table, table row stride, pairs, magnitude, behind; then the frequencies (float64)
 
 
 @emits(f64x8)
-def _no_squares(s: Emitter) -> Value:
+def no_squares(s: Emitter) -> Value:
     return s.zero(f64x8)
 
 
 @emits(f64x8, _INT, _INT, f64x8)
-def _squares(s: Emitter, x: Value, count: Value, total: Value) -> Value:
+def squares_8(s: Emitter, x: Value, count: Value, total: Value) -> Value:
     wide = s.widen(f64x8, s.load_first(f32x8, x, count))
     return s.fma(wide, wide, total)
 
@@ -52,6 +52,26 @@ def _inverse_root(s: Emitter, squares: Value, count: Value, epsilon: Value) -> V
     return s.fdiv(single(1.0), s.call("llvm.sqrt.f32", single, [shifted]))
 
 
+@emits(types.float64, f64x8, _INT)
+def square_mean(s: Emitter, squares: Value, count: Value) -> Value:
+    """The mean in float64."""
+    return s.fdiv(s.float_sum(squares), s.b.sitofp(count, squares.type.element))
+
+
+@compiled
+def inverse_root_of(x: int, count: int, epsilon: float) -> Any:
+    """1 / sqrt(mean of squares + epsilon) of `count` consecutive floats, f32."""
+    squares = no_squares()
+    for start in range(0, count, 8):
+        squares = squares_8(x + 4 * start, count - start, squares)
+    return _inverse_root(squares, count, epsilon)
+
+
+@emits(types.void, _INT, _INT, types.float32, _INT)
+def _unit_8(s: Emitter, x: Value, out: Value, scale: Value, count: Value) -> None:
+    s.store_first(f32x8, s.fmul(s.load_first(f32x8, x, count), s.splat(f32x8, scale)), out, count)
+
+
 @emits(types.void, _INT, _INT, _INT, types.float32, _INT)
 def _scale_8(s: Emitter, x: Value, weight: Value, out: Value, scale: Value, count: Value) -> None:
     scaled = s.fmul(s.load_first(f32x8, x, count), s.splat(f32x8, scale))
@@ -60,10 +80,7 @@ def _scale_8(s: Emitter, x: Value, weight: Value, out: Value, scale: Value, coun
 
 @compiled
 def _norm_run(x: int, weight: int, out: int, count: int, epsilon: float) -> None:
-    squares = _no_squares()
-    for start in range(0, count, 8):
-        squares = _squares(x + 4 * start, count - start, squares)
-    scale = _inverse_root(squares, count, epsilon)
+    scale = inverse_root_of(x, count, epsilon)
     for start in range(0, count, 8):
         _scale_8(x + 4 * start, weight + 4 * start, out + 4 * start, scale, count - start)
 
@@ -89,16 +106,35 @@ def rms_norm() -> Callable[[int, int, int, int], None]:
     return kernel
 
 
+def unit_norm() -> Callable[[int, int, int, int], None]:
+    """Kernel `unit_norm`: arguments as `rms_norm`'s, but no weight."""
+
+    def kernel(args: int, rank: int, ranks: int, step: int) -> None:
+        units = argument(step, argument(args, 0)) * argument(args, 1)
+        heads, width = argument(args, 1), argument(args, 2)
+        for unit in range(share_start(units, rank, ranks), share_end(units, rank, ranks)):
+            row = unit // heads
+            head = unit - row * heads
+            x = argument(args, 3) + row * argument(args, 4) + head * argument(args, 5)
+            out = argument(args, 6) + row * argument(args, 7) + head * argument(args, 8)
+            scale = inverse_root_of(x, width, float_argument(args, 9))
+            for start in range(0, width, 8):
+                _unit_8(x + 4 * start, out + 4 * start, scale, width - start)
+
+    return kernel
+
+
 def rope_table() -> Callable[[int, int, int, int], None]:
-    """Kernel `rope_table`: for each row the cosines, then the sines, of position * frequency, times the magnitude."""
+    """Kernel `rope_table`: for each row the cosines, then the sines, of (position - behind) * frequency, times the
+    magnitude."""
 
     def kernel(args: int, rank: int, ranks: int, step: int) -> None:
         rows, positions = argument(step, 0), argument(step, 4)
-        pairs, magnitude = argument(args, 2), float_argument(args, 3)
+        pairs, magnitude, behind = argument(args, 2), float_argument(args, 3), argument(args, 4)
         for unit in range(share_start(rows * pairs, rank, ranks), share_end(rows * pairs, rank, ranks)):
             row = unit // pairs
             pair = unit - row * pairs
-            angle = float(load_i32(positions + 4 * row)) * float_argument(args, ROPE_TABLE_HEAD + pair)
+            angle = float(load_i32(positions + 4 * row) - behind) * float_argument(args, ROPE_TABLE_HEAD + pair)
             at = argument(args, 0) + row * argument(args, 1) + 4 * pair
             store_f32(at, math.cos(angle) * magnitude)
             store_f32(at + 4 * pairs, math.sin(angle) * magnitude)

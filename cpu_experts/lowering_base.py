@@ -1,0 +1,89 @@
+"""What lowering needs for every op: stages in order, and views, tensors and states as numbers that kernels understand.
+
+Owns that translation. Which kernel an op becomes is `lowering`'s, for its family `lowering_deepseek4`'s.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Final
+
+from bloomery.cpu_experts.stage import STEP_OUT_ROWS, STEP_ROWS, LoweringContext, Stage
+from bloomery.runtime.errors import PlanError
+from bloomery.runtime.model_file import Tensor
+from bloomery.runtime.program import Program, View
+
+F32_BYTES: Final = 4
+
+
+class LoweringPass:
+    """The stages emitted so far; `label` is the name of the op that is being lowered."""
+
+    def __init__(self, program: Program, context: LoweringContext) -> None:
+        self.program = program
+        self.context = context
+        self.out: list[Stage] = []
+        self.tables: dict[tuple[object, ...], tuple[int, int]] = {}  # rope tables made so far: address, row stride
+        self.label = ""
+
+    def emit(self, kernel: str, *arguments: int) -> None:
+        self.out.append(Stage(kernel, arguments, self.label))
+
+    def _rows(self, view: View) -> int:
+        """Index of the step's row count that a buffer follows."""
+        return STEP_ROWS if self.program.buffers[view.buffer].rows == "step" else STEP_OUT_ROWS
+
+    def _max_rows(self, view: View) -> int:
+        return self.context.max_rows if self._rows(view) == STEP_ROWS else self.context.max_out_rows
+
+    def _heads(self, view: View) -> tuple[int, int, int]:
+        """Address, row stride, head stride."""
+        address, row_stride = self.context.view(view)
+        return address, row_stride, F32_BYTES * (view.stride if view.count > 1 else view.width)
+
+    def _contiguous(self, *views: View) -> None:
+        for view in views:
+            if not view.contiguous:
+                raise PlanError(f"op {self.label}: its host kernel wants the heads of {view.buffer} without gaps")
+
+    def _blocks(self, tensor: Tensor, inputs: int, outputs: int, matrices: int = 1) -> tuple[int, int]:
+        """(bytes of a row, blocks of a row) of a weight with the given shape."""
+        expected, found = ((inputs, outputs, matrices, 1), (*tensor.shape, 1, 1, 1)[:4])
+        if found != expected:
+            raise PlanError(
+                f"{tensor.path}: tensor {tensor.name} of op {self.label} has shape {tensor.shape}, expected {expected}"
+            )
+        kind = tensor.quant_type
+        if inputs % kind.block_elements:
+            raise PlanError(
+                f"{tensor.path}: tensor {tensor.name} of type {kind.name} has rows of {inputs} elements, expected a"
+                f" multiple of {kind.block_elements}",
+                "the file is damaged or was made by a faulty converter",
+            )
+        return kind.row_bytes(inputs), inputs // kind.block_elements
+
+    def _write_state(self, x: View, name: str, start: int, ratio: int) -> None:
+        """Rows of x go to elements `start`... of the state's rows, those that complete a group of `ratio` positions."""
+        state, cache_type = self.context.state(name), self._cache_type(name)
+        address, row_stride, head_stride = self._heads(x)
+        element = F32_BYTES if cache_type == "f32" else 2
+        source = (address, row_stride, x.count, x.width, head_stride)
+        target = (state.address + start * element, state.slot_stride, state.row_stride, state.rows)
+        self.emit(f"cache_write_{cache_type}", *source, *target, ratio)
+
+    def _cache_type(self, state: str) -> str:
+        """Type of a state's elements: "f32", "f16" or "i32"."""
+        kind = self.program.states[state].kind
+        return self.context.cache_type if kind == "cache" else kind
+
+
+def bits_of(value: float) -> int:
+    """The bit pattern of a float64 as the signed integer that an argument is."""
+    bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return bits
+
+
+def limit_of(limit: float) -> int:
+    """The argument for a SwiGLU's limit: infinity if there is none."""
+    return bits_of(limit if limit > 0 else math.inf)
