@@ -34,8 +34,7 @@ class SizingContext:
         return tensor.data.ctypes.data, tensor
 
     def state(self, name: str) -> CacheAddress:
-        row = aligned((4 if self.cache_type == "f32" else 2) * self._program.states[name].width, 64)
-        return CacheAddress(_NOWHERE, self.context * row, row)
+        return CacheAddress(_NOWHERE, 64, 64, 1)
 
     def scratch(self, name: str, nbytes: int) -> int:
         self.wanted[name] = max(nbytes, self.wanted.get(name, 0))
@@ -64,8 +63,8 @@ class ArenaContext:
         return tensor.data.ctypes.data, tensor
 
     def state(self, name: str) -> CacheAddress:
-        row = self._arena.layout.state_stride(name)
-        return CacheAddress(self._arena.address(f"state:{name}"), self.context * row, row)
+        layout, address = self._arena.layout, self._arena.address(f"state:{name}")
+        return CacheAddress(address, layout.slot_stride(name), layout.state_stride(name), layout.state_rows(name))
 
     def scratch(self, name: str, nbytes: int) -> int:
         region = self._arena.layout.regions[f"scratch:{name}"]

@@ -26,7 +26,7 @@ from bloomery.cpu_experts.kernels.layouts import (
 )
 from bloomery.cpu_experts.lowering_base import F32_BYTES, bits_of, limit_of
 from bloomery.cpu_experts.lowering_deepseek4 import Deepseek4Lowering
-from bloomery.cpu_experts.stage import STEP_ROWS, CacheAddress, LoweringContext, Stage
+from bloomery.cpu_experts.stage import CacheAddress, LoweringContext, Stage
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.model_file import Tensor
 from bloomery.runtime.ops_deepseek4 import HyperMix, SoftplusRouter, WindowAttention

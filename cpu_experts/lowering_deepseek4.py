@@ -94,7 +94,9 @@ class Deepseek4Lowering(LoweringPass):
     def _hyper_mix(self, op: HyperMix) -> None:
         self._contiguous(op.streams, op.logits, op.pre)
         copies = op.pre.elements
-        words = (*self.context.view(op.streams), *self.context.view(op.logits), *self.context.view(op.pre))
+        words: tuple[int, ...] = ()
+        for view in (op.streams, op.logits, op.pre):
+            words += self.context.view(view)
         for view in (op.post, op.mixing):
             words += self.context.view(view) if view else (0, 0)
         weights = (self.context.weight(op.base)[0], self.context.weight(op.scale)[0])
@@ -156,8 +158,8 @@ class Deepseek4Lowering(LoweringPass):
         blocks_at = aligned((rows + 8) * F32_BYTES)
         area = blocks_at + (aligned((-(-rows // op.block) + 8) * F32_BYTES) if op.block else 0)
         scratch = self.context.scratch("index", area * max(self.context.ranks, SHARED_INDEX_ROWS))
-        head = (op.q.count, op.q.width, bits_of(op.scale), *self._heads(op.q), *self.context.view(op.weights))
-        head += (state.address, state.slot_stride, state.row_stride, op.ratio, scratch, area)
+        of_query = (op.q.count, op.q.width, bits_of(op.scale), *self._heads(op.q), *self.context.view(op.weights))
+        head = (*of_query, state.address, state.slot_stride, state.row_stride, op.ratio, scratch, area)
         self.emit(f"index_scores_{cache_type}", *head)
         choice: tuple[int, ...] = (*self.context.view(op.out), op.out.elements)
         for view in (op.kept, op.within):

@@ -10,7 +10,7 @@ Four named segments in /dev/shm, created by the coordinator and attached by the 
 | control     | control block, step record, stage timings                                  |
 | activations | every Buffer of the program, logits included: one row after another        |
 | scratch     | what the kernels asked for by name while the program was lowered           |
-| cache       | every CacheState: [slot][position] rows in the cache type                  |
+| cache       | every state: [slot][row], in the cache type or the state's own             |
 
 The layout is a pure function of program, shape, scratch and stage count. Every process computes it for itself and the
 digest in each segment's header proves on attach that all came to the same one.
@@ -39,7 +39,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.runtime.errors import BloomeryError, PlanError
-from bloomery.runtime.executor import StateSnapshot
 from bloomery.runtime.memory_limits import available_memory
 from bloomery.runtime.program import Buffer, CacheState, Program
 from bloomery.runtime.runtime_files import SHARED_MEMORY
@@ -52,6 +51,8 @@ ALIGNMENT = 128
 ROW_ALIGNMENT = 64
 TICKS_PER_STAGE = 2
 """Timings of a stage: time stamp counter ticks in the kernel, ticks at the barrier."""
+LEAST_SPARE = 16
+"""So many rows of a slot can be taken back whatever the greatest step."""
 
 _HEADER = struct.Struct("<8sIIQ32s16s")  # magic, version, header bytes, segment bytes, layout digest, segment
 _HEADER_BYTES = 4096
@@ -76,6 +77,11 @@ class ArenaShape:
     max_out_rows: int
     processes: int
     cache_type: Literal["f32", "f16"]
+
+    @property
+    def spare(self) -> int:
+        """How far rings reach back beyond what a row reads (`states`)."""
+        return max(self.max_rows, LEAST_SPARE)
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,7 @@ class ArenaLayout:
         for name, nbytes in lowered.scratch:
             self._add("scratch", f"scratch:{name}", nbytes)
         for state in program.states.values():
-            self._add("cache", f"state:{state.name}", shape.slots * shape.context * self.state_stride(state.name))
+            self._add("cache", f"state:{state.name}", shape.slots * self.slot_stride(state.name))
         meaning = (list(self.buffers.values()), list(self.states.values()), lowered, shape)  # padding can hide a width
         facts = (LAYOUT_VERSION, meaning, list(self.regions.items()), list(self.segments.items()))
         self.digest = hashlib.sha256(repr(facts).encode()).digest()
@@ -134,9 +140,21 @@ class ArenaLayout:
         """Bytes from one row of a buffer to the next."""
         return aligned(4 * self.buffers[name].width, ROW_ALIGNMENT)
 
+    def state_rows(self, name: str) -> int:
+        """Rows of a slot of a state."""
+        return self.states[name].rows(self.shape.context, self.shape.spare)
+
+    def state_dtype(self, name: str) -> np.dtype[Any]:
+        kind = self.states[name].kind
+        return _DTYPES[self.shape.cache_type if kind == "cache" else kind]
+
     def state_stride(self, name: str) -> int:
-        """Bytes from one position of a cache state to the next; a slot is `context` of them."""
-        return aligned(_DTYPES[self.shape.cache_type].itemsize * self.states[name].width, ROW_ALIGNMENT)
+        """Bytes from one row of a state to the next."""
+        return aligned(self.state_dtype(name).itemsize * self.states[name].width, ROW_ALIGNMENT)
+
+    def slot_stride(self, name: str) -> int:
+        """Bytes from one slot of a state to the next."""
+        return self.state_rows(name) * self.state_stride(name)
 
 
 class Arena:
@@ -209,35 +227,12 @@ class Arena:
         return np.ndarray(shape, _DTYPES[buffer.dtype], self._maps[where.segment], where.offset, strides)
 
     def state(self, name: str) -> NDArray[Any]:
-        """A cache state as (slots, context, width) in the cache type."""
-        where, dtype = self.layout.regions[f"state:{name}"], _DTYPES[self.layout.shape.cache_type]
-        stride = self.layout.state_stride(name)
-        shape = (self.layout.shape.slots, self.layout.shape.context, self.layout.states[name].width)
-        strides = (self.layout.shape.context * stride, stride, dtype.itemsize)
+        """A state as (slots, rows, width) in its type."""
+        layout, where = self.layout, self.layout.regions[f"state:{name}"]
+        dtype = layout.state_dtype(name)
+        shape = (layout.shape.slots, layout.state_rows(name), layout.states[name].width)
+        strides = (layout.slot_stride(name), layout.state_stride(name), dtype.itemsize)
         return np.ndarray(shape, dtype, self._maps[where.segment], where.offset, strides)
-
-    def copy_prefix(self, source: int, target: int, positions: int) -> None:
-        """Copies the cached rows of positions 0..positions-1 of every state from one slot to another."""
-        for name in self.layout.states:
-            stride = self.layout.state_stride(name)
-            slots = self.memory(f"state:{name}").reshape(self.layout.shape.slots, self.layout.shape.context * stride)
-            slots[target, : positions * stride] = slots[source, : positions * stride]
-
-    def snapshot(self, slot: int, positions: int) -> StateSnapshot:
-        """A copy of the cached rows of positions 0..positions-1 of every state of a slot."""
-        return StateSnapshot(
-            positions, {name: self.state(name)[slot, :positions].copy() for name in self.layout.states}
-        )
-
-    def restore(self, slot: int, snapshot: StateSnapshot) -> None:
-        """Puts such a copy back. ValueError where names, widths or dtypes differ."""
-        states = {name: self.state(name)[slot, : snapshot.positions] for name in self.layout.states}
-        for name, rows in states.items():
-            stored = snapshot.rows.get(name)
-            if stored is None or stored.shape != rows.shape or stored.dtype != rows.dtype:
-                raise ValueError(f"the snapshot does not fit state {name}: expected {rows.dtype} {rows.shape}")
-        for name, rows in states.items():
-            rows[...] = snapshot.rows[name]
 
     def close(self) -> None:
         """Lets go of locks and mappings; a mapping that somebody still has a view of goes with the last view."""

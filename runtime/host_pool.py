@@ -23,6 +23,7 @@ from bloomery.runtime.errors import ModelFileError, PlanError, StepAborted, Work
 from bloomery.runtime.executor import StateSnapshot, StepResult, StepRows
 from bloomery.runtime.futex import FutexWaiter
 from bloomery.runtime.program import Program
+from bloomery.runtime.slot_states import SlotStates
 from bloomery.runtime.step_record import ControlBlock, Status, StepRecord
 from bloomery.runtime.topology import Topology, default_processes
 from bloomery.runtime.worker_group import Progress, WorkerGroup
@@ -61,6 +62,10 @@ class HostPool:
         self._labels = labels
         self._shape = arena.layout.shape
         self._vocabulary = program.vocabulary
+        states = {name: arena.state(name) for name in program.states}
+        self._states = SlotStates(
+            program.states, states, slots=self._shape.slots, context=self._shape.context, spare=self._shape.spare
+        )
         self._ranks = range(self._shape.processes)
         self._record = StepRecord(arena.memory("record"), self._shape.max_rows)
         self._control = ControlBlock(arena.memory("control"), self._shape.processes)
@@ -150,13 +155,15 @@ class HostPool:
         return self._shape.context
 
     def step(self, rows: StepRows) -> StepResult:
-        """See StepExecutor. ValueError for rows that do not fit the pool: they would write outside their slot."""
+        """See StepExecutor. ValueError for rows that do not fit the pool (they would write outside their slot) and for
+        a slot that cannot go on there."""
         begun = time.perf_counter()
         self._check(rows)
         with self._turn:
             if not self._lost and self._group.any_dead():
                 self._lose([], "between steps")
             self._refuse_if_lost()
+            self._states.reach.begin(rows)
             self._record.write(rows)
             self._run()
         seconds = time.perf_counter() - begun
@@ -177,19 +184,26 @@ class HostPool:
         return range(self.context + 1)  # no kernels for states with rings yet
 
     def copy_prefix(self, source: int, target: int, positions: int) -> None:
-        if not (0 <= source < self.slots and 0 <= target < self.slots and 0 <= positions <= self.context):
-            raise ValueError(f"cannot copy {positions} positions from slot {source} to {target}")
-        self._arena.copy_prefix(source, target, positions)
+        self._check_slots(source, target)
+        self._states.copy_prefix(source, target, positions)
+
+    def continuable(self, slot: int) -> range:
+        return self._states.reach.continuable(slot)
 
     def snapshot(self, slot: int, positions: int) -> StateSnapshot:
-        if not (0 <= slot < self.slots and 0 <= positions <= self.context):
-            raise ValueError(f"slot {slot} has no {positions} positions")
-        return self._arena.snapshot(slot, positions)
+        self._check_slots(slot)
+        return self._states.snapshot(slot, positions)
 
     def restore(self, slot: int, snapshot: StateSnapshot) -> None:
-        if not (0 <= slot < self.slots and 0 <= snapshot.positions <= self.context):
+        self._check_slots(slot)
+        if not 0 <= snapshot.positions <= self.context:
             raise ValueError(f"slot {slot} has no {snapshot.positions} positions")
-        self._arena.restore(slot, snapshot)
+        self._states.restore(slot, snapshot)
+
+    def _check_slots(self, *slots: int) -> None:
+        for slot in slots:
+            if not 0 <= slot < self.slots:
+                raise ValueError(f"there is no slot {slot}, only 0 to {self.slots - 1}")
 
     def recover(self) -> None:
         with self._turn:

@@ -1,7 +1,7 @@
 """The reference executor: runs a program op by op in NumPy, in float32 or float64, on dequantised weights.
 
 Owns the reference's buffers and weight cache. What each op means is in `reference_ops` and `reference_deepseek4`; what
-states are, in `states` and `reference_states`; what a step is, in `executor`. It is exact and slow, meant for tests,
+states are, in `states` and `slot_states`; what a step is, in `executor`. It is exact and slow, meant for tests,
 for quant types without a kernel and for reading.
 """
 
@@ -80,7 +80,7 @@ from bloomery.runtime.reference_ops import (
     routed_experts,
     swiglu,
 )
-from bloomery.runtime.reference_states import SlotStates
+from bloomery.runtime.slot_states import SlotStates
 
 CACHE_TYPES: dict[str, type[np.floating[Any]]] = {"f16": np.float16, "f32": np.float32, "f64": np.float64}
 MAX_LOGITS_BYTES = 64 << 20
@@ -149,15 +149,13 @@ class ReferenceExecutor:
         most = MAX_LOGITS_BYTES // (4 * program.vocabulary)
         self._max_out_rows = min(max_rows, max(slots, most, 1))
         self._weights = DequantisedWeights(program, self.dtype, weight_bytes)
-        self._slot_states = SlotStates(
-            program.states,
-            slots=slots,
-            context=context,
-            spare=spare,
-            cache_dtype=CACHE_TYPES[cache_type],
-            dtype=self.dtype,
-        )
-        self._states = self._slot_states.arrays
+        # what is not cached stays in the executor's own precision
+        dtypes = {"cache": np.dtype(CACHE_TYPES[cache_type]), "f32": self.dtype, "i32": np.dtype(np.int32)}
+        self._states: dict[str, NDArray[Any]] = {
+            state.name: np.zeros((slots, state.rows(context, spare), state.width), dtypes[state.kind])
+            for state in program.states.values()
+        }
+        self._slot_states = SlotStates(program.states, self._states, slots=slots, context=context, spare=spare)
         self._buffers: dict[str, NDArray[Any]] = {}
         self._lock = threading.Lock()
         self._running = self._aborted = False

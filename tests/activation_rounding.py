@@ -31,6 +31,8 @@ def rounded(x: Floats, weight_type: str) -> Floats:
         return _q8_0(x)
     if weight_type == "F16":
         return _half(x)
+    if weight_type == "BF16":
+        return _brain(x)
     assert weight_type == "F32", weight_type
     return x
 
@@ -66,6 +68,13 @@ def _half_attention(q: Floats, keys: Floats, values: Floats, positions: NDArray[
     probabilities = softmax(np.where(hidden[:, None, None, :], q.dtype.type(-np.inf), scores))
     mixed = np.einsum("rgjp,pgv->rgjv", _half(probabilities), values, optimize=True)
     return np.asarray(mixed.reshape(rows, count, values.shape[2]))
+
+
+def _brain(x: Floats) -> Floats:
+    """To bfloat16, to nearest even."""
+    bits = x.astype(np.float32).view(np.uint32)
+    kept = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+    return np.asarray(kept.view(np.float32), dtype=x.dtype)
 
 
 def _half(x: Floats) -> Floats:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from bloomery.cpu_experts.compile_cache import compile_kernel
 from bloomery.cpu_experts.lowering import lower
 from bloomery.cpu_experts.stage import STEP_WORDS, CacheAddress, Stage
+from bloomery.runtime.arena import LEAST_SPARE
 from bloomery.runtime.executor import StepRows
 from bloomery.runtime.model_file import Tensor
 from bloomery.runtime.program import Program, View
@@ -69,9 +70,11 @@ class InProcessExecutor:
             stride = (buffer.width + 15) // 16 * 16
             dtype = np.float32 if buffer.dtype == "f32" else np.int32
             self.buffers[buffer.name] = aligned_bytes(rows * stride * 4, 0xFF).view(dtype).reshape(rows, stride)
-        element = np.float32 if cache_type == "f32" else np.float16
-        self.states = {
-            state.name: np.zeros((slots, context, state.width), element) for state in program.states.values()
+        spare = max(max_rows, LEAST_SPARE)
+        dtypes = {"cache": np.float32 if cache_type == "f32" else np.float16, "f32": np.float32, "i32": np.int32}
+        self.states: dict[str, NDArray[Any]] = {
+            state.name: np.zeros((slots, state.rows(context, spare), state.width), dtypes[state.kind])
+            for state in program.states.values()
         }
         self.memory: dict[str, NDArray[np.uint8]] = {}
         self.settled = False
@@ -89,7 +92,7 @@ class InProcessExecutor:
 
     def state(self, name: str) -> CacheAddress:
         state = self.states[name]
-        return CacheAddress(state.ctypes.data, state.strides[0], state.strides[1])
+        return CacheAddress(state.ctypes.data, state.strides[0], state.strides[1], state.shape[1])
 
     def scratch(self, name: str, nbytes: int) -> int:
         if nbytes > len(self.memory.get(name, ())):

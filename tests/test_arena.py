@@ -22,7 +22,8 @@ from bloomery.runtime import arena as arena_module
 from bloomery.runtime import runtime_files
 from bloomery.runtime.arena import Arena, ArenaError, ArenaLayout, ArenaShape, Lowered, segment_path
 from bloomery.runtime.errors import BloomeryError, PlanError
-from bloomery.runtime.program import Buffer, CacheState, Program
+from bloomery.runtime.program import Buffer, CacheState, GroupState, Program, RingState
+from bloomery.runtime.slot_states import SlotStates
 
 SHAPE = ArenaShape(context=40, slots=3, max_rows=16, max_out_rows=5, processes=2, cache_type="f16")
 LOWERED = Lowered(scratch=(("experts", 1000), ("quantised", 77)), stages=9)
@@ -105,14 +106,45 @@ def test_every_process_sees_the_same_bytes(prefix: str, layout: ArenaLayout) -> 
     assert segment_path(prefix, "cache").stat().st_mode & 0o777 == 0o600
 
 
-def test_copy_prefix_copies_that_prefix_and_nothing_else(prefix: str, layout: ArenaLayout) -> None:
+def test_states_lie_apart_in_their_own_types(prefix: str) -> None:
+    """Rings have room for the greatest step beyond their span, groups a row for each; f32, i32 whatever the caches."""
+    states = {
+        state.name: state
+        for state in (
+            CacheState("keys", 24),
+            RingState("window", 7, 4),
+            RingState("sums", 5, 2, "f32"),
+            RingState("tokens", 1, 3, "i32"),
+            GroupState("groups", 9, 3),
+        )
+    }
+    layout = ArenaLayout(replace(make_program(), states=states), SHAPE, LOWERED)
+    arena = Arena.create(prefix, layout)
+    found = {name: arena.state(name) for name in states}
+    assert {name: (array.shape, array.dtype.name) for name, array in found.items()} == {
+        "keys": ((3, 40, 24), "float16"),
+        "window": ((3, 20, 7), "float16"),
+        "sums": ((3, 18, 5), "float32"),
+        "tokens": ((3, 19, 1), "int32"),
+        "groups": ((3, 14, 9), "float16"),
+    }
+    for number, array in enumerate(found.values()):
+        array[...] = number + 1
+    for number, (name, array) in enumerate(found.items()):
+        assert (array == number + 1).all()
+        start = array.ctypes.data - arena.address(f"state:{name}")
+        assert start == 0 and layout.regions[f"state:{name}"].nbytes == 3 * array.strides[0]
+
+
+def test_copies_of_a_prefix_take_that_prefix_and_nothing_else(prefix: str, layout: ArenaLayout) -> None:
     rng = np.random.default_rng(12)
     arena = Arena.create(prefix, layout)
+    arrays = {name: arena.state(name) for name in layout.states}
     before = {}
-    for name in layout.states:
-        arena.state(name)[:] = rng.standard_normal(arena.state(name).shape)
-        before[name] = arena.state(name).copy()
-    arena.copy_prefix(2, 0, 13)
+    for name, array in arrays.items():
+        array[:] = rng.standard_normal(array.shape)
+        before[name] = array.copy()
+    SlotStates(layout.states, arrays, slots=3, context=40, spare=16).copy_prefix(2, 0, 13)
     for name, old in before.items():
         expected = old.copy()
         expected[0, :13] = old[2, :13]

@@ -23,6 +23,7 @@ from bloomery.cpu_experts.kernels.layouts import ACTIVATION_ELEMENTS, BUFFER_BYT
 from bloomery.cpu_experts.lowering import activation_kind
 from bloomery.runtime.quant_types import QuantType
 
+INFINITY = int(np.array(np.inf).view(np.int64))
 SPLIT = [*range(0, 16, 2), *range(1, 16, 2)]
 
 

@@ -58,7 +58,7 @@ def add_run(x: int, y: int, out: int, count: int) -> None:
 
 @compiled
 def swiglu_run(gate: int, up: int, out: int, count: int, limit: float) -> None:
-    """out = silu(min(gate, limit)) * clip(up, -limit, limit) for `count` consecutive floats; silu(x) = x / (1 + e^-x)."""
+    """out = silu(min(gate, limit)) * clip(up, -limit, limit) for `count` floats; silu(x) = x / (1 + e^-x)."""
     for start in range(0, count, 8):
         _swiglu_8(gate + 4 * start, up + 4 * start, out + 4 * start, count - start, limit)
 

@@ -134,9 +134,7 @@ def hyper_collapse() -> Callable[[int, int, int, int], None]:
             streams = argument(args, 3) + row * argument(args, 4)
             pre, out = argument(args, 6) + row * argument(args, 7), argument(args, 8) + row * argument(args, 9)
             for start in range(first, min(first + CHUNK, width), 8):
-                weighted_sum_8(
-                    streams + 4 * start, argument(args, 5), pre, copies, out + 4 * start, width - start
-                )
+                weighted_sum_8(streams + 4 * start, argument(args, 5), pre, copies, out + 4 * start, width - start)
 
     return kernel
 

@@ -38,9 +38,9 @@ RUN: Final = 64  # group rows of one unit of work of index_scores (a multiple of
 LEAST: Final = -(2**31)
 NEVER: Final = -(2**31) + 0x7FFFFF  # the ordered integer of -infinity
 FIRST: Final = 2**31 - 1
-# Arguments of both: heads, width, scale, q, row stride, head stride, weights, row stride, keys, slot stride, row stride,
-# ratio, scratch, bytes of an area; of index_rows besides: out, row stride, kept rows, kept blocks or 0, row stride, their
-# number, within or 0, row stride, their number, block, offset of the blocks' area in an area.
+# Arguments of both: heads, width, scale, q, row stride, head stride, weights, row stride, keys, slot stride, row
+# stride, ratio, scratch, bytes of an area; of index_rows besides: out, row stride, kept rows, kept blocks or 0, row
+# stride, their number, within or 0, row stride, their number, block, offset of the blocks' area in an area.
 INDEX_WORDS: Final = 14
 
 

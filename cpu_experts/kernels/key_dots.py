@@ -9,7 +9,15 @@ from typing import Any
 
 from numba import types
 
-from bloomery.cpu_experts.kernels.float_dots import LANES, f32x16, f32x64, finish_lanes, load_float, load_floats, no_lanes
+from bloomery.cpu_experts.kernels.float_dots import (
+    LANES,
+    f32x16,
+    f32x64,
+    finish_lanes,
+    load_float,
+    load_floats,
+    no_lanes,
+)
 from bloomery.cpu_experts.simd import Emitter, Value, emits, inlined
 
 _INT = types.int64

@@ -1,9 +1,9 @@
 """Kernel `window_attention_<cache type>`: a row's heads over a window of positions and over chosen group rows.
 
 Owns the order of operations. Keys come in the order of the window's positions, then of the group rows. A score is the
-float dot of `float_dots` times the scale; weights e^(score - greatest), the sink's score among those; their sum is taken
-in 8 lanes by index mod 8, the sink's added last; each weight is divided by it; each output element is one `fma` chain
-over the keys in order. Queries and weights stay f32, whatever the cache.
+float dot of `float_dots` times the scale; weights e^(score - greatest), the sink's score among those; their sum is
+taken in 8 lanes by index mod 8, the sink's added last; each weight is divided by it; each output element is one `fma`
+chain over the keys in order. Queries and weights stay f32, whatever the cache.
 
 All heads of a row meet the same keys, whose addresses a rank writes down once a row.
 """

@@ -1,7 +1,7 @@
-"""The states of the reference executor: arrays of rows by (slot, row), and their copies.
+"""The states of an executor as arrays of rows by (slot, row), and their copies.
 
-Owns the memory of every kind of state; what the kinds mean is in `states`, where a slot can go on in `slot_reach`.
-Knows no ops.
+Owns what is copied of every kind of state; what the kinds mean is in `states`, where a slot can go on in `slot_reach`.
+Knows neither ops nor whose memory the arrays are.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from bloomery.runtime.executor import StateSnapshot
 from bloomery.runtime.slot_reach import SlotReach
@@ -18,26 +18,20 @@ from bloomery.runtime.states import CacheState, pieces
 
 
 class SlotStates:
-    """`arrays` maps each state to (slots, rows, width); `reach` says where a slot can go on."""
+    """`arrays` maps each state to (slots, rows(context, spare), width); `reach` says where a slot can go on."""
 
     def __init__(
         self,
         states: Mapping[str, CacheState],
+        arrays: Mapping[str, NDArray[Any]],
         *,
         slots: int,
         context: int,
         spare: int,
-        cache_dtype: DTypeLike,
-        dtype: DTypeLike,
     ) -> None:
-        """`dtype` is that of states that are not cached in `cache_dtype` but kept as computed."""
-        dtypes = {"cache": np.dtype(cache_dtype), "f32": np.dtype(dtype), "i32": np.dtype(np.int32)}
         self._states = states
+        self.arrays = arrays
         self.reach = SlotReach(states.values(), slots=slots, context=context, spare=spare)
-        self.arrays: dict[str, NDArray[Any]] = {
-            state.name: np.zeros((slots, state.rows(context, spare), state.width), dtypes[state.kind])
-            for state in states.values()
-        }
 
     def rows(self, name: str, logical: NDArray[Any]) -> NDArray[Any]:
         """Where logical rows lie in a slot of state `name`."""
@@ -58,7 +52,13 @@ class SlotStates:
         return StateSnapshot(positions, found)
 
     def restore(self, slot: int, snapshot: StateSnapshot) -> None:
-        """The slot goes on at `snapshot.positions`, and at no earlier position."""
+        """The slot goes on at `snapshot.positions`, and at no earlier position. ValueError, and nothing changed, for a
+        snapshot of other states."""
+        for state in self._states.values():
+            expected = (len(state.live(snapshot.positions)), state.width)
+            stored, dtype = snapshot.rows.get(state.name), self.arrays[state.name].dtype
+            if stored is None or stored.shape != expected or stored.dtype != dtype:
+                raise ValueError(f"the snapshot does not fit state {state.name}: expected {dtype} {expected}")
         for state in self._states.values():
             rows, stored, done = self.arrays[state.name][slot], snapshot.rows[state.name], 0
             for piece in pieces(state.live(snapshot.positions), len(rows)):
