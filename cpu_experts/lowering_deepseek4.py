@@ -95,9 +95,7 @@ class Deepseek4Lowering(LoweringPass):
         self._contiguous(op.streams, op.logits, op.pre)
         copies = op.pre.elements
         words: tuple[int, ...] = ()
-        for view in (op.streams, op.logits, op.pre):
-            words += self.context.view(view)
-        for view in (op.post, op.mixing):
+        for view in (op.streams, op.logits, op.pre, op.post, op.mixing):
             words += self.context.view(view) if view else (0, 0)
         weights = (self.context.weight(op.base)[0], self.context.weight(op.scale)[0])
         numbers = (bits_of(op.epsilon), bits_of(op.hyper_epsilon), op.rounds)

@@ -180,9 +180,6 @@ class HostPool:
         if running:
             self._control.abort(running)
 
-    def continuable(self, slot: int) -> range:
-        return range(self.context + 1)  # no kernels for states with rings yet
-
     def copy_prefix(self, source: int, target: int, positions: int) -> None:
         self._check_slots(source, target)
         self._states.copy_prefix(source, target, positions)

@@ -74,7 +74,8 @@ def _brain(x: Floats) -> Floats:
     """To bfloat16, to nearest even."""
     bits = x.astype(np.float32).view(np.uint32)
     kept = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
-    return np.asarray(kept.view(np.float32), dtype=x.dtype)
+    whole: Floats = kept.view(np.float32).astype(x.dtype)
+    return whole
 
 
 def _half(x: Floats) -> Floats:

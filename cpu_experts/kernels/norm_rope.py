@@ -2,8 +2,8 @@
 
 Owns their order of operations. rms_norm: squares and their sum in float64 (8 lanes by index mod 8, then
 ((0+1)+(2+3)) + ((4+5)+(6+7))), mean rounded to f32, then f32: x * (1 / sqrt(mean + epsilon)) * weight; unit_norm
-without the weight. Rope: the angle (position - behind) * frequency, its cosine and sine and their product with the magnitude in
-float64, rounded to f32 once; the rotation in f32, each product rounded.
+without the weight. Rope: the angle (position - behind) * frequency, its cosine and sine and their product with the
+magnitude in float64, rounded to f32 once; the rotation in f32, each product rounded.
 """
 
 from __future__ import annotations
