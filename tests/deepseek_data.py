@@ -86,12 +86,18 @@ def _weights(path: Path, wide: bool) -> DequantisedWeights:
 
 
 def executor_of(
-    path: Path, *, wide: bool = True, context: int = 256, program: Program | None = None, **arguments: Any
+    path: Path,
+    *,
+    wide: bool = True,
+    context: int = 256,
+    program: Program | None = None,
+    kind: type[RecordingExecutor] | None = None,
+    **arguments: Any,
 ) -> RecordingExecutor:
     """float64 with float64 caches if `wide`, else float32. `program` (default: the file's) has the file's weights."""
     if wide:
         arguments = {"dtype": np.float64, "cache_type": "f64", **arguments}
-    executor = RecordingExecutor(program or program_of(path), context=context, **arguments)
+    executor = (kind or RecordingExecutor)(program or program_of(path), context=context, **arguments)
     executor._weights = _weights(path, wide)
     return executor
 
