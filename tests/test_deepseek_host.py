@@ -113,17 +113,16 @@ def texts(count: int, length: int) -> list[NDArray[np.int32]]:
 @pytest.mark.parametrize("name", ["deepseek41", "deepseek4"])
 def test_logits_depend_on_neither_processes_nor_blocks(name: str) -> None:
     path = tiny41("a") if name == "deepseek41" else tiny4()
-    (tokens,) = texts(1, 530)
+    (tokens,) = texts(1, 520)
     with open_pool(path, 1, 512) as pool:
         base = evaluate(pool, tokens, block=512)
         assert np.isfinite(base).all() and base.std() > 0.1
-        for slot, block in ((1, 1), (2, 3), (0, 64)):  # over what earlier rounds left in the slots
-            count = 150 if block == 1 else 530
+        for slot, block, count in ((1, 1, 45), (2, 3, 150), (0, 64, 300)):  # over what earlier rounds left there
             np.testing.assert_array_equal(evaluate(pool, tokens[:count], slot=slot, block=block), base[:count])
     for processes in (2, 3):
         with open_pool(path, processes, 64) as pool:
-            np.testing.assert_array_equal(evaluate(pool, tokens, slot=2, block=64), base)
-            np.testing.assert_array_equal(evaluate(pool, tokens[:40], slot=1, block=7), base[:40])
+            np.testing.assert_array_equal(evaluate(pool, tokens[:200], slot=2, block=64), base[:200])
+            np.testing.assert_array_equal(evaluate(pool, tokens[:20], slot=1, block=1), base[:20])
 
 
 @pytest.mark.parametrize("name", ["deepseek41", "deepseek4"])
