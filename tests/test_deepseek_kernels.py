@@ -13,6 +13,7 @@ own position; histories that forget where a sequence starts.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,8 @@ def test_lists_and_blocks_with_ties() -> None:
     """Scores full of exact ties and zeros of both signs, and a row of NaN: the kernels' choice is the reference's."""
     generator = np.random.default_rng(41)
     program = program_of(tiny41("a"))
+    exact = [replace(op, scale=0.25) if isinstance(op, IndexRows) else op for op in program.ops]  # no sum is rounded
+    program = replace(program, ops=tuple(exact))
     op = next(op for op in program.ops if isinstance(op, IndexRows) and op.kept)
     later = next(op for op in program.ops if isinstance(op, IndexRows) and op.within)
     host = InProcessExecutor(program, context=256, max_rows=160, ranks=3)
