@@ -240,7 +240,7 @@ def test_cache_rows_land_in_their_slot_and_prefixes_are_copied() -> None:
         kept[2, :33] = kept[3, :33]
         np.testing.assert_array_equal(state, kept)
         for wrong in ((0, SLOTS, 1), (-1, 0, 1), (0, 1, CONTEXT + 1)):
-            with pytest.raises(ValueError, match="there is no slot|cannot go on at position 257"):
+            with pytest.raises(ValueError, match=r"there is no slot|cannot go on at position 257"):
                 pool.copy_prefix(*wrong)
     finally:
         pool.close()
