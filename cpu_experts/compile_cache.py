@@ -134,10 +134,20 @@ def _compile(name: str, path: Path) -> tuple[Any, int]:
     library = kernel._library
     head = json.dumps([kernel.native_name]).encode()
     body = b"%s\n%s" % (head, library._get_compiled_object())
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{name}.", delete=False) as file:
-        file.write(hashlib.sha256(body).digest() + body)
-    os.replace(file.name, path)
+    _store(path, hashlib.sha256(body).digest() + body)
     return library, int(kernel.address)
+
+
+def _store(path: Path, content: bytes) -> None:
+    """Writes aside and renames. A full disk costs the next start a compilation, not this one its success."""
+    file = tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.stem}.", delete=False)  # noqa: SIM115
+    try:
+        with file:
+            file.write(content)
+        os.replace(file.name, path)
+    except OSError as error:
+        os.unlink(file.name)
+        log.warning("compiled code of %s cannot be kept in %s (%s)", path.stem, path.parent, error.strerror)
 
 
 def _load(path: Path) -> tuple[Any, int] | None:

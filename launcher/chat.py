@@ -6,6 +6,7 @@ Owns lines, commands and what is printed. The conversation itself is `launcher/c
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from bloomery.launcher.command_line import (
     UsageError,
     add_daemon_options,
     add_endpoint_option,
+    plain_text,
     program_parser,
     run_program,
     write_line,
@@ -54,8 +56,10 @@ def build_parser() -> Parser:
             "bloomery-chat --endpoint ipc:///run/user/1000/bloomery/daemon.sock",
         ),
     )
-    parser.add_argument("-p", "--prompt", metavar="TEXT", help="one question; print the answer and end")
-    parser.add_argument("-s", "--system", default="", metavar="TEXT", help="system message")
+    parser.add_argument(
+        "-p", "--prompt", type=plain_text, metavar="TEXT", help="one question; print the answer and end"
+    )
+    parser.add_argument("-s", "--system", type=plain_text, default="", metavar="TEXT", help="system message")
     parser.add_argument(
         "--plain",
         action="store_true",
@@ -127,6 +131,19 @@ class Chat:
             write_line(report(final), sys.stderr)
 
 
+def piped_lines() -> Iterator[str]:
+    """Lines of standard input. Raises UsageError for one that is not UTF-8."""
+    if not isinstance(sys.stdin, io.TextIOWrapper):
+        yield from sys.stdin
+        return
+    for number, line in enumerate(sys.stdin.buffer, 1):
+        try:
+            yield line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            found = f"byte {error.start} is {line[error.start]:#04x}"
+            raise UsageError(f"line {number} of standard input is not UTF-8: {found}", "convert it first") from None
+
+
 def typed_lines() -> Iterator[str]:
     """Lines typed at a prompt, with editing and a history that is kept. Ctrl-C clears the line, Ctrl-D ends."""
     history = history_file()
@@ -190,7 +207,7 @@ def run(args: argparse.Namespace) -> int:
             chat.answer(args.prompt)
             return 0
         if not sys.stdin.isatty():
-            for line in sys.stdin:
+            for line in piped_lines():
                 if not chat.take(line):
                     break
             return 0

@@ -7,6 +7,7 @@ what a single program does.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import textwrap
@@ -15,9 +16,10 @@ from importlib.metadata import version
 from typing import IO, NoReturn
 
 from bloomery.runtime.daemon_config import DaemonConfig
-from bloomery.runtime.errors import BloomeryError
+from bloomery.runtime.errors import BloomeryError, system_hint
 
 USAGE_STATUS = 2
+GREATEST_INTEGER = 2**31 - 1
 INTERRUPTED_STATUS = 130
 
 # Attribute of the parsed arguments, field of DaemonConfig, how a person writes it.
@@ -67,23 +69,59 @@ def run_program(program: str, action: Callable[[], int]) -> int:
     went away (`| head`) ends quietly. Anything else is a defect of ours and keeps its traceback.
     """
     try:
+        _require_streams()
         status = action()
         sys.stdout.flush()
         return status
     except BloomeryError as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        next_step = "" if error.hint else f" -> {program} --help lists the options and what they take"
+        print(f"{program}: {error}{next_step}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
         return INTERRUPTED_STATUS
     except BrokenPipeError:
-        # The interpreter flushes standard output once more at exit; give it somewhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _leave_standard_output()
         return 0
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
         if error.filename is None:
             raise
         print(f"{program}: {error.filename}: {error.strerror} -> check the path", file=sys.stderr)
         return 1
+    except OSError as error:
+        if (hint := system_hint(error)) is None:
+            raise
+        _leave_standard_output()
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"{program}: {where}{error.strerror} -> {hint}", file=sys.stderr)
+        return 1
+
+
+def _require_streams() -> None:
+    """Python leaves out streams that were closed at the start (`<&-`), and their numbers would go to the next files
+    opened. Without input there is nothing to read; without output there is no success."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: SIM115 (stays open)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stdout is None:
+        raise UsageError("standard output is closed", "redirect it to a file, or to /dev/null")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a character that the terminal's encoding lacks becomes "?"
+
+
+def _leave_standard_output() -> None:
+    """The interpreter flushes standard output once more at exit; gives it somewhere to go."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def plain_text(text: str) -> str:
+    """An argument that is UTF-8 text: Python stands in lone surrogates for bytes that it cannot decode."""
+    data = os.fsencode(text)  # the bytes that were typed, whatever the locale
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise argparse.ArgumentTypeError(f"{data[:60]!r} is not UTF-8; convert it first") from None
 
 
 def positive(text: str) -> int:
@@ -95,8 +133,10 @@ def positive(text: str) -> int:
 
 def token_limit(text: str) -> int:
     number = int(text)
-    if number < -1:
-        raise argparse.ArgumentTypeError(f"{number} is neither a number of tokens nor -1 (until the end token)")
+    if not -1 <= number <= GREATEST_INTEGER:
+        raise argparse.ArgumentTypeError(
+            f"{number} is neither a number of tokens up to {GREATEST_INTEGER} nor -1 (until the end token)"
+        )
     return number
 
 
@@ -108,6 +148,8 @@ def token_list(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids such as 1,2,3") from None
     if not tokens or min(tokens) < 0:
         raise argparse.ArgumentTypeError(f"{text!r} needs at least one token id, none negative")
+    if max(tokens) > GREATEST_INTEGER:
+        raise argparse.ArgumentTypeError(f"{max(tokens)} is no token id, expected 0 to {GREATEST_INTEGER} at most")
     return tokens
 
 

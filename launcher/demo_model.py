@@ -46,4 +46,6 @@ def chosen_model(args: argparse.Namespace) -> str:
     """Path for the options --model and --demo. Raises BloomeryError if both are given or the demo is not installed."""
     if args.model is not None and args.demo is not None:
         raise UsageError("-m and --demo both name a model", "leave one of them out")
-    return args.model or demo_model_path(args.demo or "tiny")
+    if args.model == "":
+        raise UsageError("-m is empty", "name a GGUF file; without -m the demo model is taken")
+    return args.model if args.model is not None else demo_model_path(args.demo or "tiny")

@@ -42,9 +42,8 @@ def build_parser() -> Parser:
     add_model_options(parser)
     parser.add_argument("--no-bos", action="store_true", help="the ids were made with --no-bos: leave out nothing")
     parser.add_argument("--hide-special", action="store_true", help="leave out every control token")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print the text as one JSON string")
-    form.add_argument(
+    parser.add_argument("--json", action="store_true", help="print the text as one JSON string")
+    parser.add_argument(
         "--json-lines", action="store_true", help=f"read {IDS} a line, answer each with a line: a JSON string"
     )
     return parser
@@ -70,7 +69,7 @@ def read_ids(text: str) -> Sequence[int]:
         except ValueError as error:
             raise UsageError(f"standard input is no JSON: {error}", f"write {IDS}") from None
         if not are_ids(value):
-            raise UsageError(f"standard input is {text.strip()[:60]}, expected {IDS}")
+            raise UsageError(f"standard input is {text.strip()[:60]}, expected {IDS}", f"write {IDS}")
         return list(value)
     try:
         return token_list(text) if text.strip() else ()
@@ -82,12 +81,12 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = open_tokenizer(args)
     if args.json_lines:
         for tokens in json_lines(IDS, are_ids):
-            write_line(json.dumps(decode(tokenizer, tokens, args).decode("utf-8", "replace"), ensure_ascii=False))
+            write_line(json.dumps(decode(tokenizer, tokens, args).decode("utf-8", "replace")))
         return 0
     tokens = read_ids(sys.stdin.buffer.read().decode("utf-8", "replace"))
     data = decode(tokenizer, tokens, args)
     if args.json:
-        print(json.dumps(data.decode("utf-8", "replace"), ensure_ascii=False))
+        print(json.dumps(data.decode("utf-8", "replace")))
     else:
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()

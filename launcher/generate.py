@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -14,6 +15,7 @@ from bloomery.launcher.command_line import (
     UsageError,
     add_daemon_options,
     add_endpoint_option,
+    plain_text,
     program_parser,
     read_text,
     run_program,
@@ -46,7 +48,7 @@ def build_parser() -> Parser:
     prompt.add_argument(
         "--tokens", type=token_list, metavar="IDS", help="prompt as ids, such as 1,2,3; no BOS is added"
     )
-    prompt.add_argument("-p", "--prompt", metavar="TEXT", help="prompt as text; BOS as the file says")
+    prompt.add_argument("-p", "--prompt", type=plain_text, metavar="TEXT", help="prompt as text; BOS as the file says")
     prompt.add_argument("-f", "--file", metavar="FILE", help='prompt from a UTF-8 file ("-": standard input)')
     parser.add_argument("--json", action="store_true", help="print one object: prompt_tokens, tokens, text, reason")
     parser.add_argument(
@@ -103,11 +105,28 @@ def store_logits(path: str, prompt: tuple[int, ...], completion: Completion) -> 
         np.savez(file, tokens=tokens, logits=rows)
 
 
+def require_writable(path: str) -> None:
+    """Raises UsageError before a model is loaded and run for a file that could not be written afterwards."""
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(path):
+        reason = "is a directory"
+    elif not os.path.isdir(folder):
+        reason = f"there is no directory {folder}"
+    elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        reason = "is not writable"
+    else:
+        return
+    raise UsageError(f"--logits {path!r}: {reason}", "name a file that can be written")
+
+
 def run(args: argparse.Namespace) -> int:
     def stream(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
 
+    sampling_parameters(args, GREEDY)
+    if args.logits is not None:
+        require_writable(args.logits)
     given = args.tokens or (args.prompt if args.prompt is not None else read_text(args.file))
     with open_session(PROGRAM, args, slots=1) as client:
         prompt = prompt_tokens(client, given)

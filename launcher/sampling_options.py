@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 from dataclasses import fields
 
-from bloomery.launcher.command_line import token_limit
+from bloomery.launcher.command_line import UsageError, plain_text, token_limit
+from bloomery.runtime.errors import RequestError
+from bloomery.runtime.messages import SAMPLING_SCHEMA, sampling_body
 from bloomery.runtime.requests import SamplingParameters
+
+OPTION_SPELLINGS = {"temperature": "--temp"}
 
 
 def bias_pair(text: str) -> tuple[int, float]:
@@ -19,6 +23,12 @@ def bias_pair(text: str) -> tuple[int, float]:
             except ValueError:
                 break
     raise argparse.ArgumentTypeError(f"{text!r} is not a token id and a number such as 15043+1.5 or 15043=-inf")
+
+
+def stop_text(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("an empty text ends nothing")
+    return plain_text(text)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, defaults: SamplingParameters) -> None:
@@ -42,7 +52,12 @@ def add_sampling_options(parser: argparse.ArgumentParser, defaults: SamplingPara
         "--logit-bias", type=bias_pair, action="append", metavar="ID(+|-|=)X", help="such as 15043+1; may be repeated"
     )
     group.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
+        "--stop",
+        type=stop_text,
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end before this text; may be repeated",
     )
     group.add_argument(
         "-n", "--max-tokens", type=token_limit, metavar="N", help="tokens to generate at most; -1: up to the end token"
@@ -55,4 +70,16 @@ def sampling_parameters(args: argparse.Namespace, defaults: SamplingParameters) 
     given = {name: getattr(args, name, None) for name in values}
     values.update((name, value) for name, value in given.items() if value is not None)
     values["logit_bias"] = tuple(values["logit_bias"])
-    return SamplingParameters(**values)
+    parameters = SamplingParameters(**values)
+    require_in_range(parameters)
+    return parameters
+
+
+def require_in_range(parameters: SamplingParameters) -> None:
+    """Raises UsageError for a value that the daemon would refuse: before a model is loaded for nothing."""
+    try:
+        SAMPLING_SCHEMA.read(sampling_body(parameters))
+    except RequestError as error:
+        field = str(error.details.get("field", "")).partition("[")[0]
+        spelling = OPTION_SPELLINGS.get(field, "--" + field.replace("_", "-"))
+        raise UsageError(error.message.replace(f"field {field}", spelling), f"correct {spelling}") from None

@@ -46,9 +46,8 @@ def build_parser() -> Parser:
         help="find control tokens such as <|im_end|> in the text",
     )
     parser.add_argument("--no-bos", action="store_true", help="add no BOS, whatever the file says")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print one array of ids")
-    form.add_argument(
+    parser.add_argument("--json", action="store_true", help="print one array of ids")
+    parser.add_argument(
         "--json-lines", action="store_true", help="read a JSON string a line, answer each with a line: an array of ids"
     )
     return parser
@@ -69,7 +68,9 @@ def json_lines(expected: str, accepted: Callable[[Any], bool]) -> Iterator[Any]:
         except ValueError as error:
             raise UsageError(f"line {number} is no JSON: {error}", f"write {expected} on every line") from None
         if not accepted(value):
-            raise UsageError(f"line {number} is {json.dumps(value)[:60]}, expected {expected}")
+            raise UsageError(
+                f"line {number} is {json.dumps(value)[:60]}, expected {expected}", f"write {expected} on every line"
+            )
         yield value
 
 

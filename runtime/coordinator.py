@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from bloomery.runtime.control import ControlSocket
 from bloomery.runtime.daemon_config import DaemonConfig
 from bloomery.runtime.daemon_state import DaemonState
-from bloomery.runtime.errors import BloomeryError, WorkerLost
+from bloomery.runtime.errors import BloomeryError, WorkerLost, system_hint
 from bloomery.runtime.facts import Limits, PlanFacts, Welcome
 from bloomery.runtime.parent_watch import end_with_parent
 from bloomery.runtime.protocol import VERSIONS
@@ -329,8 +329,5 @@ def describe_error(error: BaseException) -> dict[str, str]:
     """An error as the parent process gets it (`private_daemon.py` makes an exception of it again)."""
     if isinstance(error, BloomeryError):
         return {"type": type(error).__name__, "message": error.message, "hint": error.hint}
-    return {
-        "type": "",
-        "message": f"{type(error).__name__}: {error}",
-        "hint": "the log on standard error has the trace",
-    }
+    hint = system_hint(error) or "the log on standard error has the trace"
+    return {"type": "", "message": f"{type(error).__name__}: {error}", "hint": hint}

@@ -75,7 +75,8 @@ def _prepare_path(path: Path, endpoint: str) -> None:
 
 def _require_loopback(endpoint: str) -> None:
     """The protocol has no authentication of its own, so nothing but this machine may reach it."""
-    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    host = host.strip("[]")
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -84,4 +85,8 @@ def _require_loopback(endpoint: str) -> None:
         raise EndpointError(
             f"endpoint {endpoint}: {host or 'no host'} is not a loopback address, and there is no CURVE encryption",
             "use tcp://127.0.0.1:PORT or ipc://, and a tunnel (ssh -L) to reach it from elsewhere",
+        )
+    if port != "*" and not (port.isascii() and port.isdigit() and int(port) < 1 << 16):  # ZeroMQ keeps the low 16 bits
+        raise EndpointError(
+            f"endpoint {endpoint}: {port or 'nothing'} is no port, expected 0 to 65535 or *", "use tcp://127.0.0.1:PORT"
         )

@@ -2,6 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+from typing import Final
+
+_SYSTEM_HINTS: Final = {
+    errno.EMFILE: "allow more open files for this process: ulimit -n 1024",
+    errno.ENFILE: "the whole system has too many open files: end programs, or raise fs.file-max",
+    errno.ENOSPC: "free some space there",
+    errno.EDQUOT: "free some of your disk quota",
+    errno.EFBIG: "lift the limit on file sizes: ulimit -f unlimited",
+    errno.EROFS: "make that file system writable, or name another place",
+    errno.ENOMEM: "free memory, or lift the limit on it: ulimit -v unlimited",
+    errno.EAGAIN: "allow more processes for this user: ulimit -u unlimited",
+}
+
+
+def system_hint(error: BaseException) -> str | None:
+    """The next step for something that the system refused; None for errors that are defects of ours."""
+    return _SYSTEM_HINTS.get(error.errno or 0) if isinstance(error, OSError) else None
+
 
 class BloomeryError(Exception):
     """Base of every error that is somebody's input or situation rather than a defect of ours.

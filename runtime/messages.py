@@ -215,6 +215,14 @@ class Submission:
     credit: int
 
 
+def sampling_body(parameters: SamplingParameters) -> dict[str, Any]:
+    """The map `sampling` of a REQUEST: what differs from the defaults. Not checked; SAMPLING_SCHEMA does that."""
+    body = _changed(parameters)
+    if "logit_bias" in body:
+        body["logit_bias"] = [list(entry) for entry in body["logit_bias"]]
+    return body
+
+
 def request_message(request: GenerationRequest, credit: int = DEFAULT_CREDIT) -> Message:
     """REQUEST for a generation; fields at their default are left out."""
     body: dict[str, Any] = {}
@@ -223,10 +231,7 @@ def request_message(request: GenerationRequest, credit: int = DEFAULT_CREDIT) ->
         default = next(field.default for field in REQUEST_SCHEMA.fields if field.name == name)
         if value != default:
             body[name] = list(value) if isinstance(value, tuple) else value
-    sampling = _changed(request.sampling)
-    if "logit_bias" in sampling:
-        sampling["logit_bias"] = [list(entry) for entry in sampling["logit_bias"]]
-    if sampling:
+    if sampling := sampling_body(request.sampling):
         body["sampling"] = sampling
     if request.constraint:
         body["constraint"] = _changed(request.constraint)
