@@ -10,7 +10,7 @@ import bisect
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +31,7 @@ WHITESPACE = r" |\n{1,2}[ \t]{0,20}"
 """Between the parts of a JSON text, if anything: without a bound, small models fill pages with blanks."""
 _OPTIONS = "%llguidance"
 _KEPT = 32  # compiled constraints that are remembered
+_VOCABULARIES = 3  # sets of control tokens for which the vocabulary is kept
 _SHOWN = 400  # characters of an error of llguidance
 _WATCHED = 1 << 14  # bytes of text that are kept while no trigger has come
 
@@ -41,8 +42,8 @@ class ConstraintCompiler:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
-        self._vocabulary: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._vocabularies: OrderedDict[frozenset[int], LLTokenizer] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, frozenset[int]], LLMatcher] = OrderedDict()
 
     def prepare(self) -> None:
         """Does what the first constraint would have to do: reads the vocabulary, which keeps every other thread waiting
@@ -50,8 +51,9 @@ class ConstraintCompiler:
         if self._tokenizer.end_tokens:
             self.start(Constraint(regex="a"))
 
-    def start(self, constraint: Constraint) -> TokenConstraint:
-        """The state of one text, at its beginning. RequestError("invalid_request") that names field and part."""
+    def start(self, constraint: Constraint, shown: Iterable[int] = ()) -> TokenConstraint:
+        """The state of one text, at its beginning. RequestError("invalid_request") that names field and part. Control
+        tokens are no text, except those that are `shown`."""
         check_constraint(constraint)
         if not self._tokenizer.end_tokens:
             raise RequestError(
@@ -60,26 +62,35 @@ class ConstraintCompiler:
                 "drop the constraint",
             )
         field, grammar = _grammar(constraint)
+        spelt = frozenset(token for token in shown if not self._tokenizer.piece(token, special=False))
         with self._lock:
-            matcher = self._compiled.get(grammar)
+            vocabulary = self._vocabulary(spelt)
+            matcher = self._compiled.get((grammar, spelt))
             if matcher is None:
-                matcher = self._compiled[grammar] = self._matcher(field, grammar)
+                matcher = self._compiled[grammar, spelt] = self._matcher(field, grammar, vocabulary)
                 if len(self._compiled) > _KEPT:
                     self._compiled.popitem(last=False)
-            self._compiled.move_to_end(grammar)
-            copy, vocabulary = matcher.deep_copy(), self._vocabulary
-            assert vocabulary is not None
+            self._compiled.move_to_end((grammar, spelt))
+            copy = matcher.deep_copy()
         return TokenConstraint(copy, self._tokenizer, vocabulary.tokenize_bytes, constraint.triggers)
 
-    def _matcher(self, field: str, grammar: str) -> LLMatcher:
-        from llguidance import LLMatcher, LLTokenizer
+    def _vocabulary(self, spelt: frozenset[int]) -> LLTokenizer:
+        from llguidance import LLTokenizer
 
-        if self._vocabulary is None:
+        if spelt not in self._vocabularies:
             # no slices: they make the first mask of a wide grammar faster, and this call, under the GIL, much slower
             ends = sorted(self._tokenizer.end_tokens)
-            wrapper: Any = _Wrapper(self._tokenizer)
-            self._vocabulary = LLTokenizer(wrapper, eos_token=ends, slices=[])
-        matcher = LLMatcher(self._vocabulary, grammar, log_level=0)
+            wrapper: Any = _Wrapper(self._tokenizer, spelt)
+            self._vocabularies[spelt] = LLTokenizer(wrapper, eos_token=ends, slices=[])
+            if len(self._vocabularies) > _VOCABULARIES:
+                self._vocabularies.popitem(last=False)
+        self._vocabularies.move_to_end(spelt)
+        return self._vocabularies[spelt]
+
+    def _matcher(self, field: str, grammar: str, vocabulary: LLTokenizer) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(vocabulary, grammar, log_level=0)
         problem = matcher.get_error() or "; ".join(matcher.get_grammar_warnings())
         if not problem and not _mask(matcher, self._tokenizer.vocabulary).any():
             problem = "no text satisfies it"
@@ -170,18 +181,19 @@ class TokenConstraint:
 
 
 class _Wrapper:
-    """The vocabulary as llguidance wants it."""
+    """The vocabulary as llguidance wants it: control tokens are special, except those `spelt` out in the text."""
 
     is_tokenizer_wrapper = True
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, spelt: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         ends = tokenizer.end_tokens
         self.eos_token_id = tokenizer.eos if tokenizer.eos in ends else min(ends)
         self.bos_token_id = tokenizer.bos
         self.tokens = [tokenizer.piece(token) for token in range(tokenizer.vocabulary)]
         shown = (tokenizer.piece(token, special=False) for token in range(tokenizer.vocabulary))
-        self.special_token_ids = [token for token, piece in enumerate(shown) if not piece or token in ends]
+        special = {token for token, piece in enumerate(shown) if not piece} - spelt | ends
+        self.special_token_ids = sorted(special)
 
     def __call__(self, text: bytes | str) -> list[int]:
         if isinstance(text, bytes):

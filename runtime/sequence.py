@@ -74,7 +74,9 @@ class Sequence:
             self._ends |= tokenizer.end_tokens
         excluded = tokenizer.end_tokens if request.ignore_eos else frozenset()
         self.sampler = Sampler(request.sampling, excluded, tools.breakers)
-        self._constraint = tools.constraints.start(request.constraint) if request.constraint else None
+        self._constraint = (
+            tools.constraints.start(request.constraint, request.shown_tokens) if request.constraint else None
+        )
         self._detokenizer = Detokenizer(tokenizer, shown=frozenset(request.shown_tokens))
         self._stops = StopStrings(request.stop)
         self._pool = Pool(request.embeddings) if request.embeddings != "none" else None

@@ -288,6 +288,25 @@ def test_a_text_past_the_trigger_that_does_not_fit_leaves_it_asleep(parts: Parts
     assert state.active and state.allows(fits[0])
 
 
+def test_control_tokens_are_text_only_where_they_are_shown(parts: Parts) -> None:
+    """As in a form of tool calls whose marks are control tokens, with a trigger and without."""
+    tokenizer = parts.tokenizer
+    mark = next(token for token in range(tokenizer.vocabulary) if tokenizer.piece(token) == b"<|im_start|>")
+    assert tokenizer.piece(mark, special=False) == b""
+    free = Constraint(regex="(?s:.*)")
+    assert not parts.compiler.start(free).allows(mark) and parts.compiler.start(free, (mark,)).allows(mark)
+    for triggers in ((), ("<|im_start|>",)):
+        constraint = Constraint(lark='start: "<|im_start|>" /[a-z]{3}/ "<|im_start|>"', triggers=triggers)
+        state = parts.compiler.start(constraint, (mark,))
+        for token in (mark, *tokenizer.encode("abc", add_special=False), mark):
+            assert state.allows(token)
+            state.accept(token)
+        assert state.finished
+    request = {"constraint": Constraint(regex=r"<\|im_start\|>[a-z]"), "sampling": GREEDY, "shown_tokens": (mark,)}
+    answer = run(parts, {**request, "sampling": SamplingParameters(temperature=0.0, logit_bias=((mark, 1000.0),))})[0]
+    assert answer.tokens[0] == mark and re.fullmatch(r"<\|im_start\|>[a-z]", answer.text)
+
+
 # Masks.
 
 
