@@ -25,6 +25,7 @@ def metrics_text(values: dict[str, Any], longest: int, rates: Rates) -> str:
     predicted_rate, rates.predicted = _rate(predicted, rates.predicted), predicted
     steps = values.get("steps", 0)
     drafts = values.get("drafts", {})
+    resident = values.get("resident_bytes", 0) >> 20 << 20
     counters = (
         ("prompt_tokens_total", "Prompt tokens processed, without those taken from the cache.", prompt[0]),
         ("prompt_tokens_cached_total", "Prompt tokens taken from the cache.", values.get("cached_tokens", 0)),
@@ -50,7 +51,7 @@ def metrics_text(values: dict[str, Any], longest: int, rates: Rates) -> str:
         ("slots", "Slots.", values.get("slots", 0)),
         ("aborted_steps_total", "Steps cut short.", values.get("aborted_steps", 0)),
         ("worker_recoveries_total", "Times that lost workers were replaced.", values.get("recoveries", 0)),
-        ("daemon_resident_bytes", "Resident memory of the coordinator.", values.get("resident_bytes", 0)),
+        ("daemon_resident_bytes", "Resident memory of the coordinator, whole MiB.", resident),
     )
     lines: list[str] = []
     for kind, entries in (("counter", counters), ("gauge", gauges)):
