@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -95,8 +96,9 @@ class ConstraintCompiler:
         if not problem and not _mask(matcher, self._tokenizer.vocabulary).any():
             problem = "no text satisfies it"
         if problem:
-            message = " ".join(problem.split())[:_SHOWN]
-            raise RequestError("invalid_request", f"{field}: {message}", f"correct {field}", field=field)
+            raise RequestError(
+                "invalid_request", f"{field}: {_readable(field, problem)}", f"correct {field}", field=field
+            )
         return matcher
 
 
@@ -207,6 +209,16 @@ def _mask(matcher: LLMatcher, vocabulary: int) -> NDArray[np.bool_]:
     if matcher.is_error():
         return np.zeros(vocabulary, dtype=np.bool_)
     return np.unpackbits(bits, bitorder="little", count=vocabulary).view(np.bool_)
+
+
+def _readable(field: str, problem: str) -> str:
+    """llguidance's error without its listing of the grammar, and with a place only where the grammar is the client's."""
+    problem = re.split(r"\n\s*\d+ \| ", problem)[0]
+    place = re.match(r"(?:at )?(\d+)\((\d+)\): (?:failed to compile JSON schema: )?", problem)
+    if place:
+        shown = f"line {int(place[1]) - 1}, column {place[2]}: " if field == "lark" else ""
+        problem = shown + problem[place.end() :]
+    return " ".join(problem.split())[:_SHOWN]
 
 
 def _first_line(problem: str) -> str:
