@@ -24,6 +24,7 @@ from typing import ClassVar, Final
 from llvmlite import ir
 
 from bloomery.cpu_experts.isa import AVX512VNNI, active_isa
+from bloomery.cpu_experts.kernels.grid_tables import gather_8, iq3_xxs_words, table_address
 from bloomery.cpu_experts.simd import (
     Emitter,
     Value,
@@ -51,6 +52,7 @@ class BlockFormat:
     signed: ClassVar[bool] = False  # values are signed bytes; otherwise unsigned and below 128
     d_at: ClassVar[int] = 0
     exponent: ClassVar[bool] = False  # d is a byte e8m0 that stands for 2^(e - 128); otherwise f16
+    quarter: ClassVar[bool] = False  # d is a quarter of the f16
     minimum_at: ClassVar[int | None] = None  # where dmin or m lies
 
     def __init__(self, emitter: Emitter, address: Value) -> None:
@@ -218,6 +220,34 @@ class IQ4_XS(SuperBlock):
         return self.s.table(self.s.bytes32(IQ4_VALUES * 2), self.nibbles(8 + 16 * group))
 
 
+class IQ3_XXS(SuperBlock):
+    """64 codes of four magnitudes each; then a word for each 32 elements: 28 bits of signs and a scale of 4 bits. The
+    eighth sign of each eight makes their number even."""
+
+    nbytes = 98
+    signed = True
+    quarter = True
+
+    @functools.cached_property
+    def scales(self) -> Value:
+        s = self.s
+        four_bits = s.lshr(s.load(i32x8, self.address, 66), 28)
+        return self.doubled(s.trunc(i16x8, s.or_(s.shl(four_bits, 1), s.splat_constant(i32x8, 1))))
+
+    def values(self, group: int) -> Value:
+        s = self.s
+        codes = s.zext(i32x8, s.load(vector("i8", 8), self.address, 2 + 8 * group))
+        values = s.as_(i8x32, gather_8(s, table_address(s, "iq3_xxs", iq3_xxs_words()), codes))
+        signs = s.splat(i32x8, s.load_scalar("i32", self.address, 66 + 4 * group))
+        seven = s.and_(s.lshr(signs, [0, 7, 14, 21] * 2), s.splat_constant(i32x8, 127))
+        odd = s.and_(s.call("llvm.ctpop.v8i32", i32x8.ir, [seven]), s.splat_constant(i32x8, 1))
+        eight = s.as_(i8x32, s.or_(seven, s.shl(odd, 7)))
+        spread = s.table(eight, s.bytes32([0] * 8 + [4] * 8 + [8] * 8 + [12] * 8))
+        bit = s.bytes32([1, 2, 4, 8, 16, 32, 64, 128] * 4)
+        negative = s.b.icmp_unsigned("==", s.and_(spread, bit), bit)
+        return s.b.select(negative, s.sub(s.zero(i8x32), values), values)
+
+
 class SmallBlock(BlockFormat):
     elements = 32
 
@@ -297,6 +327,9 @@ def range_of(start: int, step: int) -> Sequence[int]:
 
 def block_scales(s: Emitter, kind: type[BlockFormat], addresses: Sequence[Value]) -> Value:
     """f32 of `d` of each block."""
+    if kind.quarter:
+        d = half_floats(s, addresses, kind.d_at)
+        return s.fmul(d, s.splat_constant(vector("f32", len(addresses)), 0.25))
     if not kind.exponent:
         return half_floats(s, addresses, kind.d_at)
     word = vector("i32", len(addresses))
@@ -317,7 +350,7 @@ def half_floats(s: Emitter, addresses: Sequence[Value], at: int) -> Value:
 
 
 SUPER_BLOCKS: Final[dict[str, type[SuperBlock]]] = {
-    kind.__name__: kind for kind in (Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS)
+    kind.__name__: kind for kind in (Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ3_XXS, IQ4_XS)
 }
 SMALL_BLOCKS: Final[dict[str, type[SmallBlock]]] = {
     kind.__name__: kind for kind in (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4)

@@ -13,6 +13,7 @@ from typing import ClassVar, Final
 
 from bloomery.cpu_experts.kernels import block_formats
 from bloomery.cpu_experts.kernels.block_formats import FP4_VALUES, IQ4_VALUES, BlockFormat
+from bloomery.cpu_experts.kernels.grid_tables import gather_8, iq3_xxs_words, table_address
 from bloomery.cpu_experts.simd import Emitter, Value, i32x4, vector
 
 
@@ -227,6 +228,38 @@ class IQ4_XS(Panel):
         return found
 
 
+class IQ3_XXS(Panel):
+    facts = block_formats.IQ3_XXS
+    scaled = 32
+
+    def values(self) -> Iterator[Value]:
+        s = self.s
+        table = table_address(s, "iq3_xxs", iq3_xxs_words())
+        codes, signs = self.words(2, 16), self.words(66, 8)
+        spread = s.splat_constant(self.word, 0x00204081)  # a copy of four bits in each byte, bit i lowest in byte i
+        for index in range(64):
+            if index % 2 == 0:
+                seven = self.byte(signs[index // 8], 0, 127, 7 * (index % 8 // 2))
+                folded = s.xor(seven, s.lshr(seven, 4))
+                folded = s.xor(folded, s.lshr(folded, 2))
+                odd = s.and_(s.xor(folded, s.lshr(folded, 1)), s.splat_constant(self.word, 1))
+                eight = s.or_(seven, s.shl(odd, 7))
+            magnitudes = self._gather(table, self.byte(codes[index // 4], index % 4))
+            negative = self.part(s.mul(self.byte(eight, 0, 15, 4 * (index % 2)), spread), 0, 1)
+            flipped = s.xor(magnitudes, s.mul(negative, s.splat_constant(self.word, 255)))
+            yield s.add(flipped, negative)  # no magnitude is 0, so that no byte carries
+
+    def _gather(self, table: Value, indices: Value) -> Value:
+        s = self.s
+        parts = [gather_8(s, table, s.lanes(indices, range(at, at + 8))) for at in range(0, self.lanes, 8)]
+        return parts[0] if len(parts) == 1 else s.concat(*parts)
+
+    def scales(self) -> list[Value]:
+        s = self.s
+        one = s.splat_constant(self.word, 1)
+        return [s.or_(s.shl(s.lshr(word, 28), 1), one) for word in self.words(66, 8)]
+
+
 class Q4_0(Panel):
     facts: ClassVar[type[BlockFormat]] = block_formats.Q4_0
     greatest = 15
@@ -284,5 +317,6 @@ class MXFP4(Panel):
 
 
 PANELS: Final[dict[str, type[Panel]]] = {
-    kind.__name__: kind for kind in (Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4)
+    kind.__name__: kind
+    for kind in (Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ3_XXS, IQ4_XS, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4)
 }
