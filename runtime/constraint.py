@@ -212,7 +212,7 @@ def _mask(matcher: LLMatcher, vocabulary: int) -> NDArray[np.bool_]:
 
 
 def _readable(field: str, problem: str) -> str:
-    """llguidance's error without its listing of the grammar, and with a place only where the grammar is the client's."""
+    """An error of llguidance without its listing of the grammar; with a place only where that is the client's own."""
     problem = re.split(r"\n\s*\d+ \| ", problem)[0]
     place = re.match(r"(?:at )?(\d+)\((\d+)\): (?:failed to compile JSON schema: )?", problem)
     if place:
