@@ -238,6 +238,8 @@ def serve(args: argparse.Namespace) -> int:
     from bloomery.runtime.private_daemon import PrivateDaemon
 
     settings = settings_of(args)
+    for flag in args.not_used:
+        write_line(f"{PROGRAM}: {flag} is not used: answers are the same without it", sys.stderr)
     source: DaemonSource
     if args.endpoint is None:
         config = daemon_of(args)
