@@ -9,6 +9,8 @@ from bloomery.runtime.architectures import build_program
 from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.worker_messages import WorkerStart
 
+_MAP_SECONDS = 30.0  # a step's first look at each 64 KiB would cost a fault, half of an expert's time
+
 
 class ModelWorkload:
     """Keeps the model file mapped: its pages are shared with all other workers through the page cache."""
@@ -16,6 +18,7 @@ class ModelWorkload:
     def __init__(self, path: str) -> None:
         self._model = ModelFile.open(path)
         self.program = build_program(self._model)
+        self._model.map_pages(_MAP_SECONDS)
 
     def stages(self, context: LoweringContext) -> list[Stage]:
         return lower(self.program, context)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,10 +21,15 @@ import numpy.typing as npt
 from bloomery.runtime.errors import ModelFileError
 from bloomery.runtime.gguf_reader import DAMAGED_HINT, Container, Value
 from bloomery.runtime.gguf_shards import read_shards
+from bloomery.runtime.memory_limits import available_memory
 from bloomery.runtime.quant_types import QuantType
 from bloomery.runtime.scale_check import check_scales
 
 __all__ = ["REQUIRED", "ModelFile", "QuantType", "Tensor", "Value"]
+
+_POPULATE_READ: Final = 22  # MADV_POPULATE_READ, which Python's mmap does not name
+_MAP_CHUNK: Final = 64 << 20
+_SHARE_OF_MEMORY: Final = 0.9  # of what is available: above it pages would be mapped only to be taken away again
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -120,6 +126,25 @@ class ModelFile:
     def size(self) -> int:
         """Bytes of all shards."""
         return sum(container.size for container in self._containers)
+
+    def map_pages(self, seconds: float) -> bool:
+        """Maps all pages of the file now, so that no later access has to; whether it did.
+
+        Reads what is not in the page cache. Stops after about `seconds`; does nothing for a file that would not stay in
+        memory, nor on a kernel without MADV_POPULATE_READ (before 5.14).
+        """
+        if self.size > available_memory() * _SHARE_OF_MEMORY:
+            return False
+        end = time.monotonic() + seconds
+        for container in self._containers:
+            for start in range(0, container.size, _MAP_CHUNK):
+                if time.monotonic() > end:
+                    return False
+                try:
+                    container.mapping.madvise(_POPULATE_READ, start, min(_MAP_CHUNK, container.size - start))
+                except OSError:
+                    return False
+        return True
 
     @property
     def architecture(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -217,6 +218,23 @@ def test_great_tensors_are_sampled_and_small_ones_read_whole(tmp_path: Path) -> 
         message = f"tensor t \\(Q4_K\\) has a scale that is not finite in block {bad[0]} "
         with pytest.raises(ModelFileError, match=message):
             written(tmp_path / "bad.gguf", Draft((), (Blocks("t", shape, 12, bytes(data)),)))
+
+
+def faults(model: ModelFile) -> int:
+    """Page faults that looking at every page of the tensor `w` takes."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    int(model.tensors["w"].data[::4096].sum())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def test_mapped_pages_cost_no_faults(tmp_path: Path) -> None:
+    """An I8 tensor, whose values nothing looks at when the file is opened."""
+    model = written(tmp_path / "pages.gguf", Draft((), (Blocks("w", (64 << 20,), 24, bytes(64 << 20)),)))
+    if not model.map_pages(60.0):
+        pytest.skip("no MADV_POPULATE_READ, or too little memory")
+    mapped = faults(model)
+    assert mapped < 8 < faults(ModelFile.open(tmp_path / "pages.gguf"))
+    assert not model.map_pages(-1.0), "out of time"
 
 
 def test_types_without_dequantisation_are_refused_by_name(tmp_path: Path) -> None:
