@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ import numpy as np
 import pytest
 from card_stand import need_card
 from oracle_data import (
+    HERE,
     QUANTISED,
     TINY,
     TRAINED,
@@ -25,8 +30,10 @@ from oracle_data import (
 from running import evaluate, greedy, joined, rows_of
 
 from bloomery.gpu_worker.card_executor import CardExecutor
+from bloomery.gpu_worker.driver import CardError
 from bloomery.runtime.architectures import build_program
 from bloomery.runtime.divergence import divergence
+from bloomery.runtime.errors import PlanError
 from bloomery.runtime.model_file import ModelFile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -120,3 +127,49 @@ def test_greedy_generation_is_repeated() -> None:
     with model_on_card(trained_file(name), cache_type="f16") as executor:
         first = greedy(executor, prompt, 40)
         assert greedy(executor, prompt, 40) == first
+
+
+def test_refusals_name_what_was_refused() -> None:
+    """A launch that the driver refuses names kernel and op; memory that does not suffice is named with the shortfall,
+    and what was taken before comes back."""
+    path, tokens = quantised_file("llama-Q4_K_M"), figures("llama-Q4_K_M")["tokens"][:4]
+    with pytest.raises(PlanError, match=r"cache .* needs \d+ bytes and \d+ are free, \d+ too few"):
+        CardExecutor(build_program(ModelFile.open(path)), context=1 << 20, slots=8192)
+    with model_on_card(path) as executor:
+        launches = executor.launches(1, 1)
+        at = next(i for i, launch in enumerate(launches) if launch.label.startswith("blk.1."))
+        launches[at] = replace(launches[at], shared=1 << 20)
+        with pytest.raises(CardError, match=r"cuLaunchKernelEx: .*\(launching .* for op blk\.1\."):
+            executor.step(rows_of(tokens[:1]))
+
+
+FAULT = """
+import os, sys
+from dataclasses import replace
+from bloomery.gpu_worker.card_executor import CardExecutor
+from bloomery.gpu_worker.driver import CardError
+from bloomery.runtime.architectures import build_program
+from bloomery.runtime.errors import WorkerLost
+from bloomery.runtime.model_file import ModelFile
+from running import rows_of
+
+executor = CardExecutor(build_program(ModelFile.open(sys.argv[1])), context=64)
+launches = executor.launches(1, 1)
+at = next(i for i, launch in enumerate(launches) if "matmul_1" in launch.kernel.function)
+launches[at] = replace(launches[at], words=(64, *launches[at].words[1:]))
+for attempt in (lambda: executor.step(rows_of([5])), lambda: executor.step(rows_of([5])), executor.recover):
+    try:
+        attempt()
+    except WorkerLost as error:
+        named = launches[at].label in error.message, executor.card.name in error.message
+        print(type(error).__name__, *named, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_fault_names_its_op_and_the_executor_stays_lost() -> None:
+    """In a process of its own: after an illegal access a process can do nothing more with the card."""
+    command = [sys.executable, "-c", FAULT, str(quantised_file("llama-Q4_K_M"))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.stdout.splitlines() == ["CardError True True", "WorkerLost True True", "WorkerLost True True"], done
