@@ -187,6 +187,8 @@ def test_forced_tools_of_the_other_apis(client: Any, server: Serving) -> None:
     (block,) = answer["content"]
     assert answer["stop_reason"] == "tool_use" and block["type"] == "tool_use"
     check_call(block["name"], json.dumps(block["input"]))
+    cut = server.post("/v1/messages", body | {"max_tokens": 12}, **{"x-api-key": "k"}).json
+    assert cut["stop_reason"] == "max_tokens" and [block["type"] for block in cut["content"]] == ["text"]
 
 
 @pytest.mark.parametrize(

@@ -215,13 +215,17 @@ class AnthropicShape:
 
     def whole(self, answers: list[Answer]) -> Any:
         message = self._reader.message(answers[0])
+        if any(_object(call.arguments) is None for call in message.tool_calls):
+            message = Message(answers[0].text)  # a call that was cut is no call: its text, as it came
         blocks: list[dict[str, Any]] = []
         if message.reasoning:
             blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
         if message.content:
             blocks.append({"type": "text", "text": message.content})
         for call in message.tool_calls:
-            blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _object(call.arguments)})
+            blocks.append(
+                {"type": "tool_use", "id": call.id, "name": call.name, "input": _object(call.arguments) or {}}
+            )
         return self._message(answers[0], blocks, stop_reason(answers[0], message))
 
     def failure(self, error: RequestError) -> Event:
@@ -286,9 +290,10 @@ def _event(kind: str, **data: Any) -> Event:
     return kind, {"type": kind, **data}
 
 
-def _object(text: str) -> dict[str, Any]:
+def _object(text: str) -> dict[str, Any] | None:
+    """The arguments of a call; None if they are no JSON object."""
     try:
         value = json.loads(text or "{}")
     except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+        return None
+    return value if isinstance(value, dict) else None
