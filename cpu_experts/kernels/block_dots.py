@@ -25,13 +25,12 @@ from bloomery.cpu_experts.kernels.block_formats import (
     SMALL_BLOCKS,
     SUPER_BLOCKS,
     BlockFormat,
-    SmallBlock,
     SuperBlock,
     block_scales,
     half_floats,
 )
-from bloomery.cpu_experts.kernels.wide_dots import wide_dots
-from bloomery.cpu_experts.kernels.wide_formats import WIDE_BLOCKS
+from bloomery.cpu_experts.kernels.wide_dots import nibble_sums, wide_dots
+from bloomery.cpu_experts.kernels.wide_formats import NIBBLE_BLOCKS, WIDE_BLOCKS
 from bloomery.cpu_experts.simd import Emitter, Value, emits, f32x4, i8x32, i16x16, i32x4, i32x8
 
 _INT = types.int64
@@ -95,16 +94,24 @@ def _super_dots(
     return acc
 
 
-def _small_dots(
-    s: Emitter, kind: type[SmallBlock], values: Sequence[Value], d: Value, m: Value, x: Sequence[Value], acc: Value
-) -> Value:
-    x_values, x_d, x_sums = x
+def _small_sums(s: Emitter, name: str, addresses: Sequence[Value], x_values: Value) -> Value:
+    """i32x4: the integer sums of four blocks, `_offset` not yet taken off."""
+    kind = SMALL_BLOCKS[name]
+    if name in NIBBLE_BLOCKS and _vnni():
+        return nibble_sums(s, NIBBLE_BLOCKS[name], addresses, x_values)
     quants = s.load(i8x32, x_values)
+    values = [kind(s, address).values(0) for address in addresses]
     if _vnni():
-        isum = s.sum4(*[_four_products(s, kind, w, quants) for w in values])
-    else:
-        ones = s.splat_constant(i16x16, 1)
-        isum = s.sum4(*[s.pair_products_i16(_products(s, kind, w, quants), ones) for w in values])
+        return s.sum4(*[_four_products(s, kind, w, quants) for w in values])
+    ones = s.splat_constant(i16x16, 1)
+    return s.sum4(*[s.pair_products_i16(_products(s, kind, w, quants), ones) for w in values])
+
+
+def _small_dots(s: Emitter, name: str, addresses: Sequence[Value], x: Sequence[Value], acc: Value) -> Value:
+    x_values, x_d, x_sums = x
+    kind = SMALL_BLOCKS[name]
+    d, m = _floats(s, kind, addresses)
+    isum = _small_sums(s, name, addresses, x_values)
     if offset := _offset(kind):
         total = s.splat(i32x4, s.load_scalar("i32", x_sums))
         isum = s.sub(isum, s.shl(total, offset.bit_length() - 1))
@@ -135,9 +142,7 @@ def block_step(name: str) -> Any:
             prefetch(s, kind, addresses)
             d, dmin = _floats(s, kind, addresses)
             return _super_dots(s, kind, [kind(s, address) for address in addresses], d, dmin, (xq, xd, xs), acc)
-        small = SMALL_BLOCKS[name]
-        prefetch(s, small, addresses)
-        d, m = _floats(s, small, addresses)
-        return _small_dots(s, small, [small(s, address).values(0) for address in addresses], d, m, (xq, xd, xs), acc)
+        prefetch(s, SMALL_BLOCKS[name], addresses)
+        return _small_dots(s, name, addresses, (xq, xd, xs), acc)
 
     return step

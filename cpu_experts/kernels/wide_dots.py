@@ -8,9 +8,15 @@ the canonical ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
-from bloomery.cpu_experts.kernels.wide_formats import WideBlocks
-from bloomery.cpu_experts.simd import Emitter, Value, f32x4, i8x32, i16x16, i32x16
+from llvmlite import ir
+
+from bloomery.cpu_experts.kernels.wide_formats import Nibbles, WideBlocks
+from bloomery.cpu_experts.simd import Emitter, Value, f32x4, i8x16, i8x32, i8x64, i16x16, i16x32, i32x16
+from bloomery.cpu_experts.vectors import ELEMENTS
+
+_BIT_64: Final = ir.VectorType(ir.IntType(1), 64)
 
 
 def wide_dots(s: Emitter, kind: type[WideBlocks], addresses: Sequence[Value], x: Sequence[Value], acc: Value) -> Value:
@@ -40,6 +46,43 @@ def wide_dots(s: Emitter, kind: type[WideBlocks], addresses: Sequence[Value], x:
         dmin = blocks.floats[1]
         acc = s.fma(s.fneg(s.fmul(dmin, dx)), s.to_float(f32x4, _minima(s, blocks, sums)), acc)
     return acc
+
+
+def nibble_sums(s: Emitter, kind: Nibbles, addresses: Sequence[Value], x_values: Value) -> Value:
+    """i32x4: of four rows' blocks of 32 the integer sums, signed values taken 128 too great.
+
+    The 16 packed bytes of each row lie in 16 bytes of one register: lower nibbles meet the first 16 activations, upper
+    ones the last 16."""
+    packed = _join(s, [s.load(i8x16, address, kind.quants_at) for address in addresses])
+    fifteen = s.splat_constant(i8x64, 15)
+    upper = s.as_(i8x64, s.lshr(s.as_(i16x32, packed), 4))
+    dots = s.zero(i32x16)
+    for half, nibbles in enumerate((packed, upper)):
+        values = s.and_(nibbles, fifteen)
+        if kind.table is not None:
+            values = s.table(s.constant(i8x64, [value + 128 & 255 for value in kind.table] * 4), values)
+        if kind.fifth_at is not None:
+            values = s.or_(values, _fifth_bits(s, addresses, kind.fifth_at + 2 * half))
+        activations = s.load(i8x16, x_values, 16 * half)
+        dots = s.add_products_u8(dots, values, _join(s, [activations] * 4))
+    for distance in (1, 2):
+        dots = s.add(dots, s.lanes(dots, [lane ^ distance for lane in range(16)]))
+    return s.lanes(dots, [0, 4, 8, 12])
+
+
+def _join(s: Emitter, parts: Sequence[Value]) -> Value:
+    return s.concat(s.concat(parts[0], parts[1]), s.concat(parts[2], parts[3]))
+
+
+def _fifth_bits(s: Emitter, addresses: Sequence[Value], at: int) -> Value:
+    """i8x64: 16 where the bit of a row's 16 bits at `at` is set; the bits of four rows make a mask register."""
+    bits = None
+    for row, address in enumerate(addresses):
+        wide = s.b.zext(s.load_scalar("i16", address, at), ELEMENTS["i64"])
+        wide = s.b.shl(wide, wide.type(16 * row))
+        bits = wide if bits is None else s.b.or_(bits, wide)
+    mask = s.b.bitcast(bits, _BIT_64)
+    return s.b.select(mask, s.splat_constant(i8x64, 16), s.zero(i8x64))
 
 
 def _scales(s: Emitter, blocks: WideBlocks, row: int, pair: int) -> Value:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from bloomery.cpu_experts.isa import host_features
 from bloomery.cpu_experts.kernels import block_formats
-from bloomery.cpu_experts.kernels.block_formats import SPLIT_ORDER, SuperBlock, half_floats
+from bloomery.cpu_experts.kernels.block_formats import FP4_VALUES, IQ4_VALUES, SPLIT_ORDER, SuperBlock, half_floats
 from bloomery.cpu_experts.simd import Emitter, Value, f32x4, i8x16, i8x32, i8x64, i16x32, i32x16, vector
 
 i64x8 = vector("i64", 8)
@@ -248,3 +249,23 @@ class Q6_K(WideBlocks):
 
 
 WIDE_BLOCKS: Final[dict[str, type[WideBlocks]]] = {kind.__name__: kind for kind in (Q2_K, Q3_K, Q4_K, Q5_K, Q6_K)}
+
+
+@dataclass(frozen=True)
+class Nibbles:
+    """A block of 32 elements whose lower four bits are packed in 16 bytes: where they lie, where the fifth bits, and
+    what a nibble stands for if not for itself."""
+
+    quants_at: int
+    fifth_at: int | None = None
+    table: Sequence[int] | None = None
+
+
+NIBBLE_BLOCKS: Final = {
+    "Q4_0": Nibbles(2),
+    "Q4_1": Nibbles(4),
+    "Q5_0": Nibbles(6, fifth_at=2),
+    "Q5_1": Nibbles(8, fifth_at=4),
+    "IQ4_NL": Nibbles(2, table=IQ4_VALUES),
+    "MXFP4": Nibbles(1, table=FP4_VALUES),
+}
