@@ -1,13 +1,13 @@
 """deepseek41 and deepseek4 on the host executor: logits against the oracle's and llama.cpp's, and bits that depend on
 nothing: processes, blocks, the slots that share a step, a copied or stored prefix, rows taken back.
 
-Planted once and seen to fail: rings without room for a step; a pool that restores all rows but those of f32 states;
-index scores shared among ranks by another order of heads; a slot that goes on before its ring's reach; a limit that the
-host leaves out; chosen rows of another layer.
+Planted once and seen to fail: rings without room for a step; a snapshot brought back without its f32 states; a pool
+that does not ask where a slot can go on. Faults of single kernels: test_deepseek_kernels.py.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 import pytest
 from activation_rounding import RoundingExecutor
-from deepseek_data import figures41, program_of, tiny4, tiny41
+from deepseek_data import FIGURES, figures41, program_of, tiny4, tiny41
 from in_process import InProcessExecutor
 from numpy.typing import NDArray
 from oracle_data import trained_file
@@ -74,6 +74,17 @@ def test_quantised_deepseek41_on_the_dense_variant() -> None:
     assert kl_divergence(rounding, found)[0] < ACTIVATION_NOISE
 
 
+def test_quantised_deepseek4_against_llama_cpp() -> None:
+    """MXFP4 experts, Q8_0 for the rest: the band of `oracle_data.host_band`, twice what rounding activations costs."""
+    name = "deepseek4-MXFP4_MOE"
+    stored = figures41(name)
+    result = divergence(stored["logits"], in_process(tiny4("MXFP4_MOE"), stored["tokens"]))
+    entry = json.loads((FIGURES / "self_kld.json").read_text(encoding="utf-8"))[name]
+    median, mean = (2.0 * max(pair) for pair in zip(entry["self"], entry["activation"], strict=True))
+    print(result, median, mean)
+    assert result.kl_median <= median and result.kl_mean <= mean
+
+
 def test_trained_deepseek41_against_its_figures() -> None:
     """Quantised activations on a trained model: the same top tokens but for near ties, logits of the 32 best close."""
     path = trained_file("tiny-deepseek41-Q3_K_M")
@@ -117,11 +128,11 @@ def test_logits_depend_on_neither_processes_nor_blocks(name: str) -> None:
     with open_pool(path, 1, 512) as pool:
         base = evaluate(pool, tokens, block=512)
         assert np.isfinite(base).all() and base.std() > 0.1
-        for slot, block, count in ((1, 1, 45), (2, 3, 150), (0, 64, 300)):  # over what earlier rounds left there
+        for slot, block, count in ((1, 1, 30), (2, 3, 99), (0, 64, 200)):  # over what earlier rounds left there
             np.testing.assert_array_equal(evaluate(pool, tokens[:count], slot=slot, block=block), base[:count])
     for processes in (2, 3):
         with open_pool(path, processes, 64) as pool:
-            np.testing.assert_array_equal(evaluate(pool, tokens[:200], slot=2, block=64), base[:200])
+            np.testing.assert_array_equal(evaluate(pool, tokens[:130], slot=2, block=64), base[:130])
             np.testing.assert_array_equal(evaluate(pool, tokens[:20], slot=1, block=1), base[:20])
 
 
