@@ -5,10 +5,12 @@ Owns the translation from buffers, states and scratch names to this process's ad
 
 from __future__ import annotations
 
-from bloomery.cpu_experts.stage import CacheAddress
+from bloomery.cpu_experts.stage import BroughtRows, CacheAddress
 from bloomery.runtime.arena import Arena, ArenaShape, aligned
+from bloomery.runtime.engram_record import FLAG
 from bloomery.runtime.model_file import Tensor
 from bloomery.runtime.program import Program, View
+from bloomery.runtime.step_record import LINE
 
 _NOWHERE = 1 << 20
 """Stands for every address of the arena while there is none: aligned like a real one, never followed."""
@@ -35,6 +37,9 @@ class SizingContext:
 
     def state(self, name: str) -> CacheAddress:
         return CacheAddress(_NOWHERE, 64, 64, 1)
+
+    def brought(self, site: int) -> BroughtRows | None:
+        return BroughtRows(_NOWHERE, _NOWHERE, _NOWHERE, _NOWHERE)
 
     def scratch(self, name: str, nbytes: int) -> int:
         self.wanted[name] = max(nbytes, self.wanted.get(name, 0))
@@ -65,6 +70,11 @@ class ArenaContext:
     def state(self, name: str) -> CacheAddress:
         layout, address = self._arena.layout, self._arena.address(f"state:{name}")
         return CacheAddress(address, layout.slot_stride(name), layout.state_stride(name), layout.state_rows(name))
+
+    def brought(self, site: int) -> BroughtRows | None:
+        address = self._arena.address
+        flag = address("engram") + site * LINE + FLAG
+        return BroughtRows(flag, address("control"), address(f"engram_rows:{site}"), address(f"engram_places:{site}"))
 
     def scratch(self, name: str, nbytes: int) -> int:
         region = self._arena.layout.regions[f"scratch:{name}"]

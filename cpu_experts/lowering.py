@@ -26,7 +26,7 @@ from bloomery.cpu_experts.kernels.layouts import (
 )
 from bloomery.cpu_experts.lowering_base import F32_BYTES, bits_of, limit_of
 from bloomery.cpu_experts.lowering_deepseek4 import Deepseek4Lowering
-from bloomery.cpu_experts.stage import CacheAddress, LoweringContext, Stage
+from bloomery.cpu_experts.stage import BroughtRows, CacheAddress, LoweringContext, Stage
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.model_file import Tensor
 from bloomery.runtime.ops_deepseek4 import HyperMix, SoftplusRouter, WindowAttention
@@ -119,6 +119,9 @@ class _NoMemory:
 
     def state(self, name: str) -> CacheAddress:
         return CacheAddress(_ALIGN, _ALIGN, _ALIGN, 1)
+
+    def brought(self, site: int) -> BroughtRows | None:
+        return BroughtRows(_ALIGN, _ALIGN, _ALIGN, _ALIGN)
 
     def scratch(self, name: str, nbytes: int) -> int:
         return _ALIGN

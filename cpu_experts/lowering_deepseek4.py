@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 
+from bloomery.cpu_experts.kernels.engram_wait import CLOCK_WORDS
 from bloomery.cpu_experts.kernels.layouts import SHARED_INDEX_ROWS, aligned
 from bloomery.cpu_experts.lowering_base import F32_BYTES, LoweringPass, bits_of
 from bloomery.cpu_experts.stage import STEP_OUT_ROWS
+from bloomery.runtime.engram_record import engram_tables
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.ops_deepseek4 import (
     EngramGate,
@@ -113,6 +115,8 @@ class Deepseek4Lowering(LoweringPass):
 
     # ---- engrams
     def _engram_rows(self, op: EngramRows) -> None:
+        if self.context.brought(op.site):
+            return  # the process that brings the rows makes their ids
         engram = self.program.engram
         assert engram is not None and engram.token_map.flags.c_contiguous
         state, site = self.context.state(op.tokens), engram.sites[op.site]
@@ -126,7 +130,12 @@ class Deepseek4Lowering(LoweringPass):
         address, tensor = self.context.weight(op.table)
         width = op.out.elements // op.ids.elements
         row_bytes, blocks = self._blocks(tensor, width, tensor.shape[1])
-        places = (*self.context.view(op.ids), address, row_bytes, blocks, width, *self.context.view(op.out))
+        ids = self.context.view(op.ids)
+        site = next((table.site for table in engram_tables(self.program) if table.weight == op.table), None)
+        if site is not None and (brought := self.context.brought(site)):
+            self.emit("engram_wait", brought.flag, brought.control, *([0] * CLOCK_WORDS))
+            address, ids = brought.rows, (brought.places, 4 * op.ids.elements)
+        places = (*ids, address, row_bytes, blocks, width, *self.context.view(op.out))
         self.emit(f"table_rows_{tensor.quant_type.name}", self._rows(op.out), op.ids.elements, *places)
 
     def _engram_gate(self, op: EngramGate) -> None:

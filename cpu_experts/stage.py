@@ -54,6 +54,16 @@ class CacheAddress:
     rows: int
 
 
+@dataclass(frozen=True)
+class BroughtRows:
+    """Where the engram I/O process puts the table rows of a site (`engram_record`): addresses."""
+
+    flag: int
+    control: int
+    rows: int
+    places: int
+
+
 class LoweringContext(Protocol):
     """The memory of one worker process as lowering sees it. All addresses are this process's own."""
 
@@ -85,6 +95,9 @@ class LoweringContext(Protocol):
 
     def state(self, name: str) -> CacheAddress:
         """Where the rows of a state lie."""
+
+    def brought(self, site: int) -> BroughtRows | None:
+        """Where the rows of an engram site are brought to; None if kernels are to take them from the table."""
 
     def scratch(self, name: str, nbytes: int) -> int:
         """Address (64-byte aligned) of at least `nbytes` bytes that all ranks see at their own address; the same name

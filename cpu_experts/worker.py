@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import psutil
-import zmq
 from numpy.typing import NDArray
 
 from bloomery.cpu_experts import interpreter
@@ -26,13 +25,11 @@ from bloomery.runtime.arena import TICKS_PER_STAGE, Arena, ArenaLayout, Lowered
 from bloomery.runtime.process_tree import watch_parent
 from bloomery.runtime.runtime_files import unlink_owned
 from bloomery.runtime.step_record import LINE, RECORD_ARRAYS, STAGE_BITS, STEP, record_array_offset
-from bloomery.runtime.worker_messages import WorkerStart, decode, encode, error_fields, lowered_of
+from bloomery.runtime.worker_link import Link
+from bloomery.runtime.worker_messages import WorkerStart, error_fields, lowered_of
 
 INTERPRETER = "interpreter"
 """Compiled like a kernel, by one worker for all."""
-
-_LONGEST_SLEEP_MS = 1000
-_LINGER_MS = 500
 
 
 def run(start: WorkerStart) -> int:
@@ -52,36 +49,6 @@ def run(start: WorkerStart) -> int:
         return 1
     finally:
         link.close()
-
-
-class Link:
-    """The socket to the pool: messages while starting, doorbells afterwards."""
-
-    def __init__(self, start: WorkerStart) -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, start.identity)
-        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        self._socket.connect(start.endpoint)
-
-    def send(self, kind: str, **fields: Any) -> None:
-        self._socket.send(encode(kind, **fields))
-
-    def receive(self) -> dict[str, Any]:
-        """The next message."""
-        return decode(self._socket.recv())
-
-    def sleep(self) -> None:
-        """Sleeps until the doorbell rings, or a second has passed."""
-        self._socket.poll(_LONGEST_SLEEP_MS)
-
-    def silence(self) -> None:
-        """Takes the doorbells that have rung."""
-        while self._socket.poll(0):
-            self._socket.recv()
-
-    def close(self) -> None:
-        self._context.destroy(linger=_LINGER_MS)
 
 
 class Worker:

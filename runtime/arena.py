@@ -7,8 +7,9 @@ Four named segments in /dev/shm, created by the coordinator and attached by the 
 
 | segment     | regions                                                                    |
 |-------------|----------------------------------------------------------------------------|
-| control     | control block, step record, stage timings                                  |
-| activations | every Buffer of the program, logits included: one row after another        |
+| control     | control block, step record, stage timings, words of the engram I/O process |
+| activations | every Buffer of the program, logits included: one row after another; table |
+|             | rows that the engram I/O process brings (`engram_record`)                  |
 | scratch     | what the kernels asked for by name while the program was lowered           |
 | cache       | every state: [slot][row], in the cache type or the state's own             |
 
@@ -38,6 +39,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from bloomery.runtime.engram_record import engram_bytes, engram_tables
 from bloomery.runtime.errors import BloomeryError, PlanError
 from bloomery.runtime.memory_limits import available_memory
 from bloomery.runtime.program import Buffer, CacheState, Program
@@ -106,7 +108,8 @@ def aligned(count: int, alignment: int) -> int:
 
 class ArenaLayout:
     """Where everything is. `regions` maps names (`control`, `record`, `ticks`, `buffer:NAME`, `scratch:NAME`,
-    `state:NAME`) to regions, `segments` maps segments to bytes, `digest` is the hash of all of it."""
+    `state:NAME`, `engram`, `engram_rows:SITE`, `engram_places:SITE`) to regions, `segments` maps segments to bytes,
+    `digest` is the hash of all of it."""
 
     def __init__(self, program: Program, shape: ArenaShape, lowered: Lowered) -> None:
         self.shape = shape
@@ -123,6 +126,12 @@ class ArenaLayout:
             self._add("scratch", f"scratch:{name}", nbytes)
         for state in program.states.values():
             self._add("cache", f"state:{state.name}", shape.slots * self.slot_stride(state.name))
+        if program.engram:
+            tables, places = engram_tables(program), shape.max_rows * program.engram.buckets
+            self._add("control", "engram", engram_bytes(len(tables)))
+            for table in tables:
+                self._add("activations", f"engram_rows:{table.site}", places * table.row_bytes)
+                self._add("activations", f"engram_places:{table.site}", 4 * places)
         meaning = (list(self.buffers.values()), list(self.states.values()), lowered, shape)  # padding can hide a width
         facts = (LAYOUT_VERSION, meaning, list(self.regions.items()), list(self.segments.items()))
         self.digest = hashlib.sha256(repr(facts).encode()).digest()

@@ -19,6 +19,7 @@ import numpy as np
 from bloomery.runtime import runtime_files
 from bloomery.runtime.arena import TICKS_PER_STAGE, Arena, ArenaLayout, ArenaShape, Lowered
 from bloomery.runtime.cpu_limits import affinity_mask, cpu_quota
+from bloomery.runtime.engram_process import EngramProcess
 from bloomery.runtime.errors import ModelFileError, PlanError, StepAborted, WorkerLost
 from bloomery.runtime.executor import StateSnapshot, StepResult, StepRows
 from bloomery.runtime.futex import FutexWaiter
@@ -27,7 +28,7 @@ from bloomery.runtime.slot_states import SlotStates
 from bloomery.runtime.step_record import ControlBlock, Status, StepRecord
 from bloomery.runtime.topology import Topology, default_processes
 from bloomery.runtime.worker_group import Progress, WorkerGroup
-from bloomery.runtime.worker_messages import WorkerStart, lowered_of
+from bloomery.runtime.worker_messages import EngramOptions, WorkerStart, lowered_of
 
 MODEL_WORKLOAD = "bloomery.cpu_experts.model_workload:load"
 LOGITS_BYTES = 64 << 20
@@ -55,8 +56,17 @@ class HostPool:
     `step`, `recover` and `copy_prefix` belong to one thread at a time; `abort`, `statistics` and `close` to any.
     """
 
-    def __init__(self, group: WorkerGroup, arena: Arena, program: Program, lowered: Lowered, labels: list[str]) -> None:
+    def __init__(
+        self,
+        group: WorkerGroup,
+        arena: Arena,
+        program: Program,
+        lowered: Lowered,
+        labels: list[str],
+        engram: EngramProcess | None,
+    ) -> None:
         self._group = group
+        self._engram = engram
         self._arena = arena
         self._lowered = lowered
         self._labels = labels
@@ -98,11 +108,13 @@ class HostPool:
         progress: Progress = lambda stage, done, total: None,
         time_stages: bool = False,
         workload: str = MODEL_WORKLOAD,
+        engram: EngramOptions | None = None,
     ) -> HostPool:
         """Starts the workers and returns when they can run steps.
 
         `processes` 0 means one for each core of the affinity mask and quota. `progress(stage, done, total)` is called
-        with the stages "spawn", "compile" and "load". `workload` names what makes a worker's stages.
+        with the stages "spawn", "compile" and "load". `workload` names what makes a worker's stages. `engram` is for
+        the process that brings n-gram table rows, which only a program with engrams has.
         Raises ModelFileError and PlanError as the workers found them, PlanError if the arena does not fit, WorkerLost.
         """
         runtime_files.sweep()
@@ -111,11 +123,13 @@ class HostPool:
         max_out_rows = min(max_rows, max(slots, LOGITS_BYTES // (4 * program.vocabulary), 1))
         shape = ArenaShape(context, slots, max_rows, max_out_rows, processes, cache_type)
         name = f"pool{next(_pool_numbers)}"
-        group = WorkerGroup(
-            name, _worker_starts(model_path, shape, time_stages, workload), _QUIET_SECONDS * deadline_scale()
-        )
+        starts, quiet = _worker_starts(model_path, shape, time_stages, workload), _QUIET_SECONDS * deadline_scale()
+        group = WorkerGroup(name, starts, quiet)
         arena: Arena | None = None
+        engram_process: EngramProcess | None = None
         try:
+            if program.engram:
+                engram_process = EngramProcess(f"{name}-engram", starts[0], engram or EngramOptions(), quiet)
             hellos = group.hellos(range(processes), progress)
             lowered = lowered_of(hellos[0])
             for rank, hello in hellos.items():
@@ -123,10 +137,14 @@ class HostPool:
                     raise WorkerLost(f"{group.describe(rank)} lowers the program differently from worker 0")
             arena = Arena.create(f"{runtime_files.owner_name()}-{name}", ArenaLayout(program, shape, lowered))
             group.compile(hellos[0]["kernels"], progress)
+            if program.engram and engram_process:
+                engram_process.attach(arena, lowered, len(program.engram.sites))
             group.attach(range(processes), arena, lowered, progress)
-            pool = cls(group, arena, program, lowered, hellos[0]["labels"])
+            pool = cls(group, arena, program, lowered, hellos[0]["labels"], engram_process)
         except BaseException:
             group.end(0.0)
+            if engram_process is not None:
+                engram_process.end(0.0)
             if arena is not None:
                 arena.unlink()
                 arena.close()
@@ -160,12 +178,14 @@ class HostPool:
         begun = time.perf_counter()
         self._check(rows)
         with self._turn:
-            if not self._lost and self._group.any_dead():
+            if not self._lost and self._any_dead():
                 self._lose([], "between steps")
             self._refuse_if_lost()
             self._states.reach.begin(rows)
             self._record.write(rows)
             self._run()
+            if self._engram:
+                self._engram.check(self._control.step)
         seconds = time.perf_counter() - begun
         self._counts["steps"] += 1
         self._counts["rows"] += len(rows.tokens)
@@ -211,6 +231,8 @@ class HostPool:
                 self._await_leaving(rank, step, deadline)
             try:
                 replaced = self._group.replace_dead(self._arena, self._lowered)
+                if self._engram:
+                    self._engram.replace_dead(self._arena, self._lowered)
             except (ModelFileError, PlanError) as error:
                 raise WorkerLost(f"a worker could not be replaced: {error.message}", error.hint) from error
             self._counts["restarts"] += len(replaced)
@@ -229,6 +251,8 @@ class HostPool:
             "arena_bytes": sum(self._arena.layout.segments.values()),
             "lost": self._lost,
         }
+        if self._engram:
+            statistics["engram"] = self._engram.statistics()
         if not self._closed:
             statistics["sleeping"] = [self._control.sleeping(rank) for rank in self._ranks]
         return statistics
@@ -261,7 +285,11 @@ class HostPool:
             self._pass_fence()
             for rank in self._ranks:
                 self._group.ring(rank)
+            if self._engram:
+                self._engram.ring(unless_awake=False)
             self._group.end(_CLOSE_SECONDS)
+            if self._engram:
+                self._engram.end(_CLOSE_SECONDS)
             self._arena.unlink()
             self._arena.close()
 
@@ -295,6 +323,8 @@ class HostPool:
         try:
             self._control.step = step
             self._pass_fence()
+            if self._engram:
+                self._engram.ring()
             for rank in self._ranks:
                 if self._control.sleeping(rank):
                     self._group.ring(rank)
@@ -327,10 +357,11 @@ class HostPool:
             self._waiter.wait(bell)
             if self._control.bell == step or self._finished(step):
                 return
-            if self._group.any_dead():
+            if self._any_dead():
                 self._lose([], f"in step {step}")
             elif watch.stalled(sum(self._control.progress(rank)[1] for rank in self._ranks)):
-                self._lose(self._laggards(step), f"in step {step}")
+                waits = self._engram is not None and self._engram.lags(step)  # then the ranks wait for its rows
+                self._lose([] if waits else self._laggards(step), f"in step {step}", engram=waits)
             self._refuse_if_lost()
 
     def _finished(self, step: int) -> bool:
@@ -342,10 +373,19 @@ class HostPool:
         least = min(reached.values())
         return [rank for rank in self._ranks if reached[rank] == least]
 
-    def _lose(self, hung: list[int], when: str) -> None:
-        """Lets the survivors leave the running step, kills the ranks that hang, and words what happened."""
+    def _any_dead(self) -> bool:
+        return self._group.any_dead() or (self._engram is not None and self._engram.dead)
+
+    def _lose(self, hung: list[int], when: str, *, engram: bool = False) -> None:
+        """Lets the survivors leave the running step, kills what hangs (ranks, or the engram I/O process), and words
+        what happened."""
         self._control.poison(self._control.step)
         reasons = []
+        if self._engram and engram:
+            self._engram.kill()
+            reasons.append(f"{self._engram.describe()} brought no rows for {self._stall_seconds:.3g} s")
+        elif self._engram and self._engram.dead:
+            reasons.append(self._engram.describe_exit())
         for rank in hung:
             where = self._where(rank)
             self._group.kill(rank)

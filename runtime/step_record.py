@@ -83,7 +83,8 @@ def record_bytes(max_rows: int) -> int:
 
 
 class StepRecord:
-    """The coordinator's side of the step record. `memory` is the record's region (uint8, record_bytes)."""
+    """The step record as the coordinator writes it and other Python processes read it. `memory` is the record's region
+    (uint8, record_bytes)."""
 
     def __init__(self, memory: NDArray[np.uint8], max_rows: int) -> None:
         self._counts = memory[: 2 * 8].view(np.int64)
@@ -99,6 +100,12 @@ class StepRecord:
         slots[:count] = rows.slots
         positions[:count] = rows.positions
         out_rows[: len(rows.out_rows)] = rows.out_rows
+
+    def read(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+        """Copies of the step's tokens, slots and positions (R each)."""
+        count = int(self._counts[0])
+        tokens, slots, positions, _ = (array[:count].copy() for array in self._arrays)
+        return tokens, slots, positions
 
     def write_drill(self) -> None:
         """No rows: the ranks meet at their barriers and run no stage."""

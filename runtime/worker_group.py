@@ -29,9 +29,19 @@ Progress = Callable[[str, int, int], None]
 class WorkerGroup:
     """One process for each of `starts`. Not thread-safe: one thread at a time."""
 
-    def __init__(self, name: str, starts: Sequence[WorkerStart], quiet_seconds: float) -> None:
-        """`quiet_seconds`: how long a start may go without any message before it counts as hung."""
+    def __init__(
+        self,
+        name: str,
+        starts: Sequence[WorkerStart],
+        quiet_seconds: float,
+        *,
+        module: str = MODULE,
+        title: str = "CPU-expert worker",
+    ) -> None:
+        """`quiet_seconds`: how long a start may go without any message before it counts as hung. `title` is what
+        messages call a process of `module`."""
         self._quiet_seconds = quiet_seconds
+        self._module, self._title = module, title
         self._path = socket_path(f"{name}.sock")
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -42,7 +52,7 @@ class WorkerGroup:
             self._bind()
             self._starts = [replace(start, endpoint=f"ipc://{self._path}") for start in starts]
             for start in self._starts:
-                self._children.append(_spawn(start))
+                self._children.append(self._spawn(start))
         except BaseException:
             self.end(0.0)
             raise
@@ -53,7 +63,7 @@ class WorkerGroup:
         return [child.pid for child in self._children]
 
     def describe(self, rank: int) -> str:
-        return f"CPU-expert worker {rank} (pid {self._children[rank].pid})"
+        return f"{self._title} {rank} (pid {self._children[rank].pid})"
 
     def describe_exit(self, rank: int, where: str = "") -> str:
         return f"{self.describe(rank)} {self._children[rank].describe_exit(where)}"
@@ -101,13 +111,7 @@ class WorkerGroup:
 
     def replace_dead(self, arena: Arena, lowered: Lowered) -> list[int]:
         """Starts a new process in the place of each dead one and attaches it; the others are not touched."""
-        dead = self.dead()
-        for rank in dead:
-            self._starts[rank] = replace(self._starts[rank], generation=self._starts[rank].generation + 1)
-            successor = _spawn(self._starts[rank])
-            self._children[rank].release()
-            self._children[rank] = successor
-        self._watch = DeathWatch(self._children)
+        dead = self.respawn_dead()
         for rank, hello in self.hellos(dead).items():
             if lowered_of(hello) != lowered:
                 raise WorkerLost(
@@ -115,6 +119,17 @@ class WorkerGroup:
                     "the installation or the model file has changed under the running daemon: restart it",
                 )
         self.attach(dead, arena, lowered)
+        return dead
+
+    def respawn_dead(self) -> list[int]:
+        """Starts a new process in the place of each dead one; it will say hello."""
+        dead = self.dead()
+        for rank in dead:
+            self._starts[rank] = replace(self._starts[rank], generation=self._starts[rank].generation + 1)
+            successor = self._spawn(self._starts[rank])
+            self._children[rank].release()
+            self._children[rank] = successor
+        self._watch = DeathWatch(self._children)
         return dead
 
     def end(self, grace_seconds: float) -> None:
@@ -127,6 +142,17 @@ class WorkerGroup:
         self._children = []
         self._context.destroy(linger=0)
         self._path.unlink(missing_ok=True)
+
+    def _spawn(self, start: WorkerStart) -> Child:
+        # NumPy's BLAS would start a thread for each core in every worker, which no kernel uses.
+        threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        try:
+            return Child(self._module, [start.to_json()], threads)
+        except OSError as error:
+            raise PlanError(
+                f"cannot start {self._title} {start.rank} of {len(self._starts)}: {error.strerror}",
+                "start fewer (--threads), or raise the limits on processes, memory and open files (ulimit -u, -v, -n)",
+            ) from error
 
     def _bind(self) -> None:
         try:
@@ -186,15 +212,3 @@ class WorkerGroup:
             self.describe_exit(rank),
             "see its last words; start again once the cause is gone",
         )
-
-
-def _spawn(start: WorkerStart) -> Child:
-    # NumPy's BLAS would start a thread for each core in every worker, which no kernel uses.
-    threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    try:
-        return Child(MODULE, [start.to_json()], threads)
-    except OSError as error:
-        raise PlanError(
-            f"cannot start CPU-expert worker {start.rank} of {start.shape.processes}: {error.strerror}",
-            "start fewer (--threads), or raise the limits on processes, memory and open files (ulimit -u, -v, -n)",
-        ) from error

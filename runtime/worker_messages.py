@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 import msgpack
 
@@ -50,7 +50,7 @@ class WorkerStart:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> WorkerStart:
+    def from_json(cls, text: str) -> Self:
         fields = json.loads(text)
         return cls(**{**fields, "shape": ArenaShape(**fields["shape"])})
 
@@ -58,6 +58,22 @@ class WorkerStart:
     def identity(self) -> bytes:
         """Routing identity of this worker's socket: a restarted worker's differs from its predecessor's."""
         return b"%d.%d" % (self.rank, self.generation)
+
+
+@dataclass(frozen=True)
+class EngramOptions:
+    """`cache_bytes`: room for rows that were read. `direct`: read past the page cache (O_DIRECT)."""
+
+    cache_bytes: int = 256 << 20
+    direct: bool = False
+
+
+@dataclass(frozen=True)
+class EngramStart(WorkerStart):
+    """Of the engram I/O process; it has one rank, 0, and is pinned to no CPU (`cpu` is -1)."""
+
+    cache_bytes: int
+    direct: bool
 
 
 def encode(kind: str, **fields: Any) -> bytes:

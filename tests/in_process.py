@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from bloomery.cpu_experts.compile_cache import compile_kernel
 from bloomery.cpu_experts.lowering import lower
-from bloomery.cpu_experts.stage import STEP_WORDS, CacheAddress, Stage
+from bloomery.cpu_experts.stage import STEP_WORDS, BroughtRows, CacheAddress, Stage
 from bloomery.runtime.arena import LEAST_SPARE
 from bloomery.runtime.executor import StepRows
 from bloomery.runtime.model_file import Tensor
@@ -93,6 +93,9 @@ class InProcessExecutor:
     def state(self, name: str) -> CacheAddress:
         state = self.states[name]
         return CacheAddress(state.ctypes.data, state.strides[0], state.strides[1], state.shape[1])
+
+    def brought(self, site: int) -> BroughtRows | None:
+        return None
 
     def scratch(self, name: str, nbytes: int) -> int:
         if nbytes > len(self.memory.get(name, ())):

@@ -48,6 +48,7 @@ _SINGLE: Final = {
     "token_write": ("engram", "token_write"),
     "engram_rows": ("engram", "engram_rows"),
     "engram_gate": ("engram", "engram_gate"),
+    "engram_wait": ("engram_wait", "engram_wait"),
     "pool_write": ("compressor", "pool_write"),
     "pool_rows": ("compressor", "pool_rows"),
     "router_softplus": ("softplus_router", "router_softplus"),
