@@ -27,7 +27,7 @@ from running import joined, rows_of
 from bloomery.runtime.engine import Engine
 from bloomery.runtime.engram_hash import histories
 from bloomery.runtime.engram_record import EngramWords, engram_bytes, engram_tables
-from bloomery.runtime.errors import RequestError, WorkerLost
+from bloomery.runtime.errors import RequestError, StepAborted, WorkerLost
 from bloomery.runtime.executor import StepRows
 from bloomery.runtime.host_pool import HostPool
 from bloomery.runtime.model_file import ModelFile
@@ -156,8 +156,6 @@ def test_a_process_that_hangs_is_found(path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_an_aborted_step_does_not_wait_for_rows(path: Path) -> None:
-    from bloomery.runtime.errors import StepAborted
-
     rows = rows_of(TOKENS[:5], out="last")
     with open_pool(path) as pool:
         expected = pool.step(rows).logits.copy()
@@ -174,10 +172,14 @@ def test_an_aborted_step_does_not_wait_for_rows(path: Path) -> None:
 
 def test_a_file_that_fails_fails_the_request_only(path: Path) -> None:
     """The last rows of the last table are cut off, then written again; other requests are served before and after."""
-    contents = path.read_bytes()
-    last = max(
-        (program_of(path).weights[table.weight] for table in engram_tables(program_of(path))), key=lambda t: t.offset
-    )
+    contents, program = path.read_bytes(), program_of(path)
+    last = max((program.weights[table.weight] for table in engram_tables(program)), key=lambda table: table.offset)
+    end = last.offset + last.nbytes - 113 * 110  # every token has a row behind it
+
+    def mend() -> None:
+        with path.open("r+b") as file:
+            file.write(contents)
+
     with ModelFile.open(path) as model, open_pool(path) as pool:
         client = Client(Engine(pool, Tokenizer.from_model_file(model), None))
 
@@ -190,21 +192,20 @@ def test_a_file_that_fails_fails_the_request_only(path: Path) -> None:
         assert len(before) == 3
         pids = (pool.statistics()["pids"], engram_of(pool)["pid"])
         try:
-            os.truncate(path, last.offset + last.nbytes - 113 * 110)  # every token has a row among these
+            os.truncate(path, end)
             failure = client.failure(ask())
         finally:
-            with path.open("r+b") as file:
-                file.write(contents)
+            mend()
         assert failure.code == "internal"
         assert str(path) in failure.message and "cannot be read: 0 of 110 bytes are there" in failure.message
         assert client.tokens(ask()) == before
         assert (pool.statistics()["pids"], engram_of(pool)["pid"]) == pids
         with pytest.raises(RequestError):
-            os.truncate(path, last.offset + last.nbytes - 113 * 110)
+            os.truncate(path, end)
             try:
                 pool.step(rows_of(TOKENS[:3]))
             finally:
-                path.write_bytes(contents)
+                mend()
 
 
 def test_words() -> None:
