@@ -90,6 +90,7 @@ def check_rows(pool: HostPool, path: Path, expected: list[NDArray[np.int64]]) ->
         np.testing.assert_array_equal(rows[places], stored)
 
 
+@pytest.mark.timeout(400)  # kernels may have to be compiled
 def test_rows_and_results(path: Path) -> None:
     """Prompts in blocks, single rows, several slots in a step, a copied prefix: the logits have the bits of a run that
     takes rows from the mapped table, and the arena has the rows of the ids that the hash makes of whole texts."""
