@@ -33,6 +33,8 @@ DAEMON_OPTIONS = (
     ("prompt_block", "prompt_block", "--prompt-block"),
     ("cache_type", "cache_type", "--cache-type"),
     ("executor", "executor", "--executor"),
+    ("engram_cache", "engram_cache", "--engram-cache"),
+    ("engram_direct", "engram_direct", "--engram-direct"),
 )
 
 
@@ -188,6 +190,15 @@ def add_daemon_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cache-type", choices=("f16", "f32"), help="type of the attention caches (default f16)")
     group.add_argument(
         "--executor", choices=("host", "reference"), help="reference runs the slow NumPy definition of every op"
+    )
+    group.add_argument(
+        "--engram-cache", type=positive, metavar="MIB", help="memory for rows of n-gram tables that were read (256 MiB)"
+    )
+    group.add_argument(
+        "--engram-direct",
+        action="store_const",
+        const=True,
+        help="read rows of n-gram tables past the page cache (tables larger than memory keep out of it anyway)",
     )
 
 

@@ -32,6 +32,7 @@ from bloomery.runtime.protocol import VERSIONS
 from bloomery.runtime.runtime_files import owner_name, socket_path, sweep, unlink_owned
 from bloomery.runtime.service import Served, Service
 from bloomery.runtime.utility_calls import UtilityCalls
+from bloomery.runtime.worker_messages import EngramOptions
 
 if TYPE_CHECKING:
     from bloomery.runtime.engine import Engine
@@ -246,6 +247,7 @@ class Daemon:
             prompt_block=plan.prompt_block,
             cache_type=self._config.cache_type,
             progress=self._report,
+            engram=EngramOptions(self._config.engram_cache << 20, self._config.engram_direct),
         )
 
     def _start_engine(self, engine: Engine) -> None:

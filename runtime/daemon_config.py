@@ -12,6 +12,7 @@ class DaemonConfig:
     `processes` is the number of CPU-expert processes (0: one for each core of the affinity mask and cgroup quota);
     `prompt_block` the greatest number of rows of a step; an empty endpoint means one in the runtime directory.
     `executor` "reference" runs the NumPy reference inside the coordinator instead of worker processes.
+    Of n-gram table rows `engram_cache` MiB are kept in memory; with `engram_direct` they are read past the page cache.
     Slots are saved to files in `slot_folder` ("": not at all)."""
 
     model: str
@@ -28,3 +29,5 @@ class DaemonConfig:
     alias: str = ""
     exit_with_parent: bool = False
     slot_folder: str = ""
+    engram_cache: int = 256
+    engram_direct: bool = False

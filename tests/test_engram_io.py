@@ -2,7 +2,7 @@
 what happens when it dies, hangs, or the file fails.
 
 Planted once and seen to fail: places of another row of the step; a history without the step's own tokens, and one
-without those before it; flags raised before the rows are there; a step whose rows failed and that counts all the same.
+without those before it; a step whose rows failed and that counts all the same.
 """
 
 from __future__ import annotations
