@@ -1,7 +1,8 @@
 """Rows of tables: what the cache holds, what reaches the disk, and files that fail.
 
 Planted once and seen to fail: the cache's rows put one place off; hits of another table; places of a set counted from
-its front always; a row at the end of a page cut; misses not put into `out`; a table that is done before its rows are there; pages kept in spite of `keep_pages`.
+its front always; a row at the end of a page cut; misses not put into `out`; a table that is done before its rows are
+there; pages kept in spite of `keep_pages`.
 """
 
 from __future__ import annotations
