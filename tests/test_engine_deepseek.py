@@ -1,6 +1,6 @@
 """The engine on a model whose states are rings: a prefix is reused only where the slot's rings still reach.
 
-Planted once and seen to fail: any match counted (the executor refuses the step); a match cut by one token less.
+Planted once and seen to fail: any match counted (the executor refuses the step).
 """
 
 from __future__ import annotations

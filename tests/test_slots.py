@@ -2,7 +2,7 @@
 
 Planted once and seen to fail: the last prompt token counted as cached; a busy slot handed out; a match behind a slot's
 count; more claimed than the victim holds; rows claimed while a copy overwrites them; the most recently used slot given
-up; releases not timed; always, or never, a match used in place; of a ring, the whole match counted, or too much of it.
+up; releases not timed; always, or never, a match used in place; of a ring, the whole match counted.
 """
 
 from __future__ import annotations
