@@ -410,38 +410,40 @@ def test_a_client_that_leaves_frees_its_slot() -> None:
             assert slot["n_prompt_tokens"] < 512 and slot["next_token"][0]["n_remain"] == -1
 
 
-def test_full_queue_shifted_context_and_log() -> None:
-    """One slot and a queue of one: the third request is refused. A shifted context goes on. Each request has a line."""
-    arguments = ("-c", "128", "-np", "1", "--queue", "1", "--context-shift", "--json-log")
-    server = start_server(*DEMO, *arguments, stderr=subprocess.PIPE)
-    try:
-        shifted = completion(server, n_predict=150, ignore_eos=True)
-        assert shifted["tokens_predicted"] == 150 and shifted["truncated"]
-        long = GREEDY | {"n_predict": 4000, "ignore_eos": True}
+def test_full_queue() -> None:
+    """One slot and a queue of one: the third request is refused. The reference executor is slow enough for that."""
+    arguments = ("--executor", "reference", "-c", "512", "-np", "1", "--queue", "1", "--metrics")
+    with serving("--demo", "tiny", *arguments) as server:
         statuses: list[int] = []
+        long = GREEDY | {"n_predict": 150, "ignore_eos": True}
         threads = [
-            threading.Thread(
-                target=lambda: statuses.append(server.post("/completion", long | {"n_predict": 600}).status)
-            )
-            for _ in range(2)
+            threading.Thread(target=lambda: statuses.append(server.post("/completion", long).status)) for _ in range(2)
         ]
-        for thread in threads:
-            thread.start()
-        wait_for(lambda: server.post("/completion", long | {"n_predict": 1}).status == 429)
-        refused = server.post("/completion", long | {"n_predict": 1})
-        if refused.status == 429:
-            assert int(refused.headers["retry-after"]) >= 1
-            assert refused.json["error"]["type"] == "rate_limit_error"
+        threads[0].start()
+        wait_for(lambda: busy(server)[0])
+        threads[1].start()
+        wait_for(lambda: numbers(server)["llamacpp:requests_deferred"] == 1)
+        refused = server.post("/completion", long)
+        assert refused.status == 429 and int(refused.headers["retry-after"]) >= 1
+        assert refused.json["error"]["type"] == "rate_limit_error"
         for thread in threads:
             thread.join()
         assert statuses == [200, 200]
+
+
+def test_shifted_context_and_log() -> None:
+    """A shifted context goes on. Each request leaves a line, a refused one too."""
+    server = start_server(*DEMO, "-c", "128", "-np", "1", "--context-shift", "--json-log", stderr=subprocess.PIPE)
+    try:
+        shifted = completion(server, n_predict=150, ignore_eos=True)
+        assert shifted["tokens_predicted"] == 150 and shifted["truncated"]
+        assert server.post("/completion", GREEDY | {"grammar": "root ::= ("}).status == 400
     finally:
         status = stop_server(server)
     assert status == 0 and server.process.stderr is not None
-    lines = [json.loads(line) for line in server.process.stderr.read().splitlines()]
-    first = lines[0]
+    first, second = (json.loads(line) for line in server.process.stderr.read().splitlines())
     assert (first["path"], first["generated_tokens"], first["finish"]) == ("/completion", 150, ["length"])
-    assert any(line["error"] == "overloaded" for line in lines)
+    assert first["first_token_seconds"] > 0 and first["error"] is None and second["error"] == "invalid_request"
 
 
 def test_loading_and_ending() -> None:
