@@ -32,7 +32,6 @@ from bloomery.runtime.protocol import VERSIONS
 from bloomery.runtime.runtime_files import owner_name, socket_path, sweep, unlink_owned
 from bloomery.runtime.service import Served, Service
 from bloomery.runtime.utility_calls import UtilityCalls
-from bloomery.runtime.worker_messages import EngramOptions
 
 if TYPE_CHECKING:
     from bloomery.runtime.engine import Engine
@@ -237,6 +236,7 @@ class Daemon:
                 weight_bytes=REFERENCE_WEIGHT_BYTES,
             )
         from bloomery.runtime.host_pool import HostPool
+        from bloomery.runtime.worker_messages import EngramOptions
 
         return HostPool.start(
             self._config.model,
