@@ -1,1 +1,1 @@
-"""N-gram table rows from NVMe. No architecture that has such tables runs yet; the package holds the place."""
+"""N-gram table rows from NVMe: the process that brings the rows of a step into the arena ahead of the layer that needs them."""
