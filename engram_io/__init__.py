@@ -1,1 +1,1 @@
-"""N-gram table rows from NVMe: the process that brings a step's rows into the arena ahead of the layer that needs them."""
+"""N-gram table rows from NVMe: the process that brings a step's rows into the arena ahead of their layer."""
