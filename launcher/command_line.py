@@ -21,6 +21,7 @@ from bloomery.runtime.errors import BloomeryError, system_hint
 USAGE_STATUS = 2
 GREATEST_INTEGER = 2**31 - 1
 INTERRUPTED_STATUS = 130
+HOT_LIST_VARIABLE = "BLOOMERY_HOT_LIST"
 
 # Attribute of the parsed arguments, field of DaemonConfig, how a person writes it.
 DAEMON_OPTIONS = (
@@ -35,6 +36,7 @@ DAEMON_OPTIONS = (
     ("executor", "executor", "--executor"),
     ("engram_cache", "engram_cache", "--engram-cache"),
     ("engram_direct", "engram_direct", "--engram-direct"),
+    ("hot_list", "hot_list", "--hot-list"),
 )
 
 
@@ -200,6 +202,15 @@ def add_daemon_options(parser: argparse.ArgumentParser) -> None:
         const=True,
         help="read rows of n-gram tables past the page cache (tables larger than memory keep out of it anyway)",
     )
+    add_hot_list_option(group)
+
+
+def add_hot_list_option(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--hot-list",
+        metavar="FILE",
+        help=f"experts ranked by use (bloomery-trace), for plans that place experts (default: ${HOT_LIST_VARIABLE})",
+    )
 
 
 def add_endpoint_option(parser: argparse.ArgumentParser) -> None:
@@ -215,6 +226,8 @@ def daemon_config(args: argparse.Namespace, model: str, **defaults: int | str) -
         value = getattr(args, attribute, None)
         if field != "model" and value is not None:
             fields[field] = value
+    if hot_list := os.environ.get(HOT_LIST_VARIABLE):
+        fields.setdefault("hot_list", hot_list)
     return DaemonConfig(**fields)  # type: ignore[arg-type]
 
 

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bloomery.launcher.command_line import (
+    HOT_LIST_VARIABLE,
     Parser,
     UsageError,
     add_endpoint_option,
+    add_hot_list_option,
     add_model_options,
     positive,
     program_parser,
@@ -81,6 +83,7 @@ def _add_machine_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("-ctv", "--cache-type-v", metavar="TYPE", help="must be that of --cache-type-k")
     group.add_argument("--executor", choices=("host", "reference"), help=argparse.SUPPRESS)
     group.add_argument("--queue", type=positive, metavar="N", help="requests that may wait before one is refused")
+    add_hot_list_option(group)
     group.add_argument(
         "--context-shift",
         action=argparse.BooleanOptionalAction,
@@ -226,6 +229,7 @@ def daemon_of(args: argparse.Namespace) -> DaemonConfig:
         "cache_type": cache[args.cache_type],
         "executor": args.executor,
         "queue_limit": args.queue,
+        "hot_list": args.hot_list or os.environ.get(HOT_LIST_VARIABLE) or None,
         "slot_folder": str(Path(args.slot_save_path).resolve()) if args.slot_save_path else None,
         "alias": names(args.alias)[0] if names(args.alias) else None,
     }

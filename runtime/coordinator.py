@@ -174,6 +174,7 @@ class Daemon:
         from bloomery.runtime.chat_template import ChatTemplate
         from bloomery.runtime.deepseek_template import chat_template_text
         from bloomery.runtime.engine import Engine
+        from bloomery.runtime.hot_list import check_hot_list, model_name, read_hot_list
         from bloomery.runtime.model_facts import model_facts
         from bloomery.runtime.model_file import ModelFile
         from bloomery.runtime.placement import make_plan, memory_room
@@ -183,7 +184,13 @@ class Daemon:
         self._report("open", 0, 3)
         model = self._stack.enter_context(ModelFile.open(self._config.model))
         program = build_program(model)
-        plan = make_plan(self._config, program, memory_room())
+        hot = None
+        if self._config.hot_list:
+            hot = read_hot_list(self._config.hot_list)
+            check_hot_list(hot, program)
+            if hot.model != model_name(model):
+                log.info("%s was made with %s, the model is %s", hot.path, hot.model, model_name(model))
+        plan = make_plan(self._config, program, memory_room(), hot)
         self._report("open", 1, 3)
         tokenizer = Tokenizer.from_model_file(model)
         self._report("open", 2, 3)

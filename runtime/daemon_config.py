@@ -13,6 +13,7 @@ class DaemonConfig:
     `prompt_block` the greatest number of rows of a step; an empty endpoint means one in the runtime directory.
     `executor` "reference" runs the NumPy reference inside the coordinator instead of worker processes.
     Of n-gram table rows `engram_cache` MiB are kept in memory; with `engram_direct` they are read past the page cache.
+    `hot_list` is a file that ranks the experts of each layer for plans that place them ("": none).
     Slots are saved to files in `slot_folder` ("": not at all)."""
 
     model: str
@@ -31,3 +32,4 @@ class DaemonConfig:
     slot_folder: str = ""
     engram_cache: int = 256
     engram_direct: bool = False
+    hot_list: str = ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,10 +18,13 @@ from bloomery.runtime.arena import ArenaLayout, ArenaShape, Lowered
 from bloomery.runtime.daemon_config import DaemonConfig
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.host_pool import LOGITS_BYTES
+from bloomery.runtime.hot_list import HotList
 from bloomery.runtime.memory_limits import available_memory
 from bloomery.runtime.program import Program
 from bloomery.runtime.runtime_files import SHARED_MEMORY
 from bloomery.runtime.topology import default_processes
+
+log = logging.getLogger(__name__)
 
 CARD_PLANS = {
     "a": "every layer on one card, the experts that do not fit on the host",
@@ -90,9 +94,12 @@ def chosen_plan(name: str) -> str:
     raise PlanError(f"there is no plan {name!r}", f"plans are auto, cpu, {', '.join(CARD_PLANS)}")
 
 
-def make_plan(config: DaemonConfig, program: Program, room: MemoryRoom) -> Plan:
-    """The plan of a program for the free memory. PlanError names the term that does not fit, and by how much."""
+def make_plan(config: DaemonConfig, program: Program, room: MemoryRoom, hot: HotList | None = None) -> Plan:
+    """The plan of a program for the free memory; `hot` ranks the experts, where some are placed before others.
+    PlanError names the term that does not fit, and by how much."""
     name = chosen_plan(config.plan)
+    if hot is not None and name == "cpu":
+        log.info("plan cpu places no experts: %s changes nothing", hot.path)
     if config.slots < 1 or config.prompt_block < 1 or config.context < 0:
         raise PlanError(
             f"slots {config.slots}, prompt block {config.prompt_block} and context {config.context} make no plan",
