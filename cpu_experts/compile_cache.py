@@ -4,9 +4,9 @@ Owns the cache folder, its key, and the files in it. It does not know what kerne
 
 The folder is `$BLOOMERY_CACHE/numba/<key>`, else `bloomery/numba/<key>` in `$XDG_CACHE_HOME` or `~/.cache`. The key is
 a hash of every source of `bloomery.cpu_experts`, of the versions of Numba and llvmlite, of the CPU's name and features
-and of BLOOMERY_ISA: code compiled from other sources or for another CPU is never found. One file a kernel, written
-aside and renamed into place; a lock a kernel, so that processes that start together share the work instead of repeating
-it. A file that does not match its checksum is compiled anew.
+and of the instruction set in use: code compiled from other sources or for another CPU is never found. One file a
+kernel, written aside and renamed into place; a lock a kernel, so that processes that start together share the work
+instead of repeating it. A file that does not match its checksum is compiled anew.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from numba.core.ccallback import CFunc
 from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
 
-from bloomery.cpu_experts.isa import host_features, refusal
+from bloomery.cpu_experts.isa import active_isa, host_features, refusal
 from bloomery.cpu_experts.kernels import kernel_function
 from bloomery.runtime.errors import PlanError
 
@@ -52,8 +52,8 @@ def cache_key() -> str:
         digest.update(f"{path.relative_to(root)}\0".encode())
         digest.update(path.read_bytes())
     features = ",".join(f"{name}={present}" for name, present in sorted(host_features().items()))
-    settings = (os.environ.get(name, "") for name in ("BLOOMERY_ISA", "NUMBA_CPU_NAME", "NUMBA_OPT"))
-    facts = (numba.__version__, llvmlite.__version__, llvm.get_host_cpu_name(), features, *settings)
+    settings = (os.environ.get(name, "") for name in ("NUMBA_CPU_NAME", "NUMBA_OPT"))
+    facts = (numba.__version__, llvmlite.__version__, llvm.get_host_cpu_name(), features, active_isa(), *settings)
     digest.update("\0".join(facts).encode())
     return digest.hexdigest()[:32]
 

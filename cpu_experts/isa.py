@@ -1,13 +1,15 @@
 """Which instruction set the host kernels are written for: its names, what each needs of a CPU, and the choice.
 
-Owns BLOOMERY_ISA and the features that compiled code may use. Knows nothing of what kernels do with them. Every variant
-computes the same bits; they differ in speed only.
+Owns BLOOMERY_ISA, the features that compiled code may use and the system's permission for AMX. Knows nothing of what
+kernels do with them. Every variant computes the same bits; they differ in speed only.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
+import platform
 from typing import Any, Final
 
 import llvmlite.binding as llvm
@@ -15,12 +17,17 @@ from numba.core import config as _config
 
 AVX2: Final = "avx2"
 AVX512VNNI: Final = "avx512vnni"
+AMX: Final = "amx"
 _AVX2_NEEDS: Final = ("avx2", "fma", "f16c")
+_AVX512VNNI_NEEDS: Final = (*_AVX2_NEEDS, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni")
 NEEDS: Final[dict[str, tuple[str, ...]]] = {
     AVX2: _AVX2_NEEDS,
-    AVX512VNNI: (*_AVX2_NEEDS, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"),
+    AVX512VNNI: _AVX512VNNI_NEEDS,
+    AMX: (*_AVX512VNNI_NEEDS, "amx-tile", "amx-int8", "amx-bf16"),
 }
-"""Features of the CPU by variant, slowest variant first."""
+"""Features of the CPU by variant, slowest variant first; each variant may use all that an earlier one does."""
+
+_PERMISSION: Final = "the system's permission for tiles (arch_prctl ARCH_REQ_XCOMP_PERM)"
 
 # What code of the AVX2 variant is compiled for on a CPU that has more: otherwise LLVM would use AVX-512 where it likes.
 _AVX2_CPU: Final = ("haswell", "+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+popcnt,+movbe")
@@ -47,8 +54,23 @@ def host_features() -> dict[str, bool]:
     return {word[1:]: word.startswith("+") for word in narrowed.split(",") if word}
 
 
+@functools.cache
+def tiles_permitted() -> bool:
+    """Asks the system once for this process (threads and forked children included) to use tiles; whether it may.
+
+    Linux: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), Documentation/arch/x86/xstate.rst."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return False
+    libc: Any = ctypes.CDLL(None, use_errno=True)
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return bool(libc.syscall(arch_prctl, request_permission, tile_data) == 0)
+
+
 def _missing(isa: str, features: dict[str, bool]) -> list[str]:
-    return [name.upper() for name in NEEDS[isa] if not features.get(name, False)]
+    missing = [name.upper() for name in NEEDS[isa] if not features.get(name, False)]
+    if isa == AMX and not missing and not tiles_permitted():
+        missing.append(_PERMISSION)
+    return missing
 
 
 def refusal(features: dict[str, bool] | None = None) -> str | None:
@@ -61,7 +83,7 @@ def refusal(features: dict[str, bool] | None = None) -> str | None:
     if not missing:
         return None
     if forced:
-        return f"BLOOMERY_ISA={forced}: this CPU lacks {', '.join(missing)}"
+        return f"BLOOMERY_ISA={forced}: this machine lacks {', '.join(missing)}"
     return f"this CPU lacks {', '.join(missing)}, which the host kernels need"
 
 
@@ -73,7 +95,13 @@ def available_isas() -> list[str]:
 @functools.cache
 def active_isa() -> str:
     """The variant that kernels are made for: BLOOMERY_ISA, else the fastest that the CPU has."""
-    return os.environ.get("BLOOMERY_ISA") or available_isas()[-1]
+    return os.environ.get("BLOOMERY_ISA") or (available_isas() or [AVX2])[-1]
+
+
+def at_least(isa: str) -> bool:
+    """Whether the active variant may use the instructions of `isa`."""
+    order = list(NEEDS)
+    return order.index(active_isa()) >= order.index(isa)
 
 
 @functools.cache

@@ -23,6 +23,7 @@ from bloomery.cpu_experts.kernels.layouts import (
     SUPER_TILE_BYTES,
     aligned,
     planes,
+    tile_area,
 )
 from bloomery.cpu_experts.lowering_base import F32_BYTES, bits_of, limit_of
 from bloomery.cpu_experts.lowering_deepseek4 import Deepseek4Lowering
@@ -181,7 +182,7 @@ class _Lowering(Deepseek4Lowering):
         if quant_type in FLOAT_TYPES:
             return 0, 0
         each = SUPER_TILE_BYTES if quant_type in SUPER_TYPES else SMALL_TILE_BYTES
-        nbytes = aligned(blocks * each)
+        nbytes = aligned(max(blocks * each, tile_area(activation_kind(quant_type), blocks)))
         return self.context.scratch("tiles", nbytes * self.context.ranks), nbytes
 
     def _embed(self, op: EmbedRows) -> None:

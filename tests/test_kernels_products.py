@@ -19,7 +19,14 @@ from kernel_references import (
 from numpy.typing import NDArray
 
 from bloomery.cpu_experts.kernels import WEIGHT_TYPES
-from bloomery.cpu_experts.kernels.layouts import ACTIVATION_ELEMENTS, BUFFER_BYTES, SUPER_TILE_BYTES, planes
+from bloomery.cpu_experts.kernels.layouts import (
+    ACTIVATION_ELEMENTS,
+    BUFFER_BYTES,
+    SUPER_TILE_BYTES,
+    aligned,
+    planes,
+    tile_area,
+)
 from bloomery.cpu_experts.lowering import activation_kind
 from bloomery.runtime.quant_types import QuantType
 
@@ -111,6 +118,13 @@ def test_quantising_silu_gate_times_up_equals_doing_both(kind: str) -> None:
     np.testing.assert_array_equal(Quantised(kind, gate, 2, up).memory, Quantised(kind, whole).memory)
 
 
+def tiles_area(name: str, blocks: int) -> int:
+    """Bytes of a rank's scratch for decoded weights."""
+    if name in FLOATS:
+        return 0
+    return max(aligned(blocks * SUPER_TILE_BYTES), aligned(tile_area(activation_kind(name), blocks)))
+
+
 def multiply(name: str, weights: NDArray[np.uint8], x: Floats, ranks: int, bias: Floats | None = None) -> Floats:
     """The kernel's product of weights (N rows) and x (R, K)."""
     rows, width = x.shape
@@ -121,10 +135,11 @@ def multiply(name: str, weights: NDArray[np.uint8], x: Floats, ranks: int, bias:
     else:
         made = Quantised(activation_kind(name), x)
         source = (made.memory.ctypes.data, made.stride, made.d_plane, made.sums_plane)
-    tiles = aligned_bytes(ranks * blocks * SUPER_TILE_BYTES, 0xFF)
+    area = tiles_area(name, blocks)
+    tiles = aligned_bytes(ranks * area, 0xFF)
     job = (weights.ctypes.data, weights.strides[0], blocks, len(weights), 0, out.ctypes.data, out.strides[0])
     bias_at = 0 if bias is None else bias.ctypes.data
-    words = [0, *source, tiles.ctypes.data, blocks * SUPER_TILE_BYTES, 1, *job, bias_at]
+    words = [0, *source, tiles.ctypes.data, area, 1, *job, bias_at]
     run_kernel(f"matmul_{name}", words, step_of(rows), ranks)
     return out
 
@@ -169,8 +184,10 @@ def test_extreme_integers_do_not_saturate(name: str) -> None:
         blocks[2:, 1:] = 0x77  # the greatest value
     for x in (np.ones((2, width), np.float32), -np.ones((2, width), np.float32)):
         x[1, ::2] *= -1
-        np.testing.assert_array_equal(multiply(name, weights, x, 1), product(name, weights, x))
-        np.testing.assert_array_equal(multiply(name, weights, x[:1].copy(), 1), product(name, weights, x[:1]))
+        expected = product(name, weights, x)
+        np.testing.assert_array_equal(multiply(name, weights, x, 1), expected)
+        np.testing.assert_array_equal(multiply(name, weights, x[:1].copy(), 1), expected[:1])
+        np.testing.assert_array_equal(multiply(name, weights, np.tile(x, (8, 1)), 1), np.tile(expected, (8, 1)))
 
 
 @pytest.mark.parametrize("name", WEIGHT_TYPES)
@@ -191,7 +208,8 @@ def test_experts_equal_products_of_each_item(name: str) -> None:
     for ranks in (1, 2, 3):
         outs = [np.full((rows * used, outputs), np.nan, np.float32) for _ in weights]
         area = 4 * (experts + 1 + 2 * rows * used) + 60 & ~63
-        tiles, lists = aligned_bytes(ranks * blocks * SUPER_TILE_BYTES, 0xFF), aligned_bytes(ranks * area, 0xFF)
+        tile_bytes = tiles_area(name, blocks)
+        tiles, lists = aligned_bytes(ranks * tile_bytes, 0xFF), aligned_bytes(ranks * area, 0xFF)
         jobs = [
             word
             for weight, out in zip(weights, outs)
@@ -204,7 +222,7 @@ def test_experts_equal_products_of_each_item(name: str) -> None:
             0,
             *source,
             tiles.ctypes.data,
-            blocks * SUPER_TILE_BYTES,
+            tile_bytes,
             lists.ctypes.data,
             area,
             ids.ctypes.data,

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from numba import types
 
-from bloomery.cpu_experts.isa import AVX512VNNI, active_isa
+from bloomery.cpu_experts.isa import AVX512VNNI, at_least
 from bloomery.cpu_experts.kernels.float_dots import ELEMENT_BYTES, LANES, f32x16, load_floats
 from bloomery.cpu_experts.kernels.layouts import ATTENTION_HEADS
 from bloomery.cpu_experts.simd import Emitter, Value, emits, f32x4, vector
@@ -21,7 +21,7 @@ _INT: Final = types.int64
 
 def heads_together() -> int:
     """Queries of a tile: four keys or 64 columns for each must fit the registers."""
-    return ATTENTION_HEADS if active_isa() == AVX512VNNI else 1
+    return ATTENTION_HEADS if at_least(AVX512VNNI) else 1
 
 
 def as_cached(s: Emitter, name: str, value: Value) -> Value:

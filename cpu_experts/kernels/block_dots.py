@@ -20,7 +20,7 @@ from typing import Any
 
 from numba import types
 
-from bloomery.cpu_experts.isa import AVX512VNNI, active_isa, prefetch_distance
+from bloomery.cpu_experts.isa import AVX512VNNI, at_least, prefetch_distance
 from bloomery.cpu_experts.kernels.block_formats import (
     SMALL_BLOCKS,
     SUPER_BLOCKS,
@@ -45,7 +45,7 @@ def prefetch(s: Emitter, kind: type[BlockFormat], addresses: Sequence[Value]) ->
 
 
 def _vnni() -> bool:
-    return active_isa() == AVX512VNNI
+    return at_least(AVX512VNNI)
 
 
 def _four_products(s: Emitter, kind: type[BlockFormat], w: Value, x: Value) -> Value:

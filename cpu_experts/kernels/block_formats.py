@@ -23,7 +23,7 @@ from typing import ClassVar, Final
 
 from llvmlite import ir
 
-from bloomery.cpu_experts.isa import AVX512VNNI, active_isa
+from bloomery.cpu_experts.isa import AVX512VNNI, at_least
 from bloomery.cpu_experts.kernels.grid_tables import gather_8, iq3_xxs_words, table_address
 from bloomery.cpu_experts.simd import (
     Emitter,
@@ -255,7 +255,7 @@ class SmallBlock(BlockFormat):
         """i8x32: 16 where bit i of the 32-bit word at `at` is set, else 0."""
         s = self.s
         bits = s.load_scalar("i32", self.address, at)
-        if active_isa() == AVX512VNNI:  # the word is a mask register
+        if at_least(AVX512VNNI):  # the word is a mask register
             return s.b.select(s.b.bitcast(bits, _BIT_32), s.splat_constant(i8x32, 16), s.zero(i8x32))
         word = s.as_(i8x32, s.splat(i32x8, bits))
         spread = s.table(word, s.bytes32([0] * 8 + [1] * 8 + [2] * 8 + [3] * 8))

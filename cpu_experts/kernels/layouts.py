@@ -10,6 +10,13 @@ from typing import Final
 PANEL_VECTORS: Final = 2  # vectors of weight rows that are decoded and multiplied together
 SUPER_TILE_BYTES: Final = 11520  # one 256-element block of 32 weight rows, decoded (a multiple of 64)
 SMALL_TILE_BYTES: Final = 1280  # one 32-element block of 32 weight rows, decoded
+TILE_TOKENS: Final = 16  # rows of activations that a tile register holds
+TILE_CHUNK: Final = 512  # rows of activations that meet a panel of weights decoded for tile registers
+PACKED_BYTES: Final = 1 << 21  # what they may take, packed
+PACKED_LEAST: Final = 64  # rows that are packed however long they are
+PACKED_BLOCK: Final = {"Q8_K": 16 * (256 + 4 + 64), "Q8_0": 16 * (32 + 4 + 4)}  # bytes of a block of TILE_TOKENS rows
+TILE_WEIGHTS: Final = 18688  # bytes of decoded weights between two uses of tile registers
+TILE_SUMS: Final = 8192  # bytes of integer sums between tile registers and their float steps
 BUFFER_BYTES: Final = 1024  # a rank's buffer while silu(gate) * up is quantised
 ATTENTION_HEADS: Final = 4  # queries that share keys and are taken together
 ROUTER_WORDS: Final = 5  # 32-bit words a rank needs for each expert while choosing
@@ -31,3 +38,11 @@ def planes(kind: str, elements: int) -> tuple[int, int, int]:
     d_at = aligned(blocks * values)
     sums_at = d_at + aligned(blocks * d)
     return d_at, sums_at, sums_at + aligned(blocks * sums)
+
+
+def tile_area(kind: str, blocks: int) -> int:
+    """Bytes that a rank needs to multiply rows of `blocks` blocks of `kind` with tile registers: decoded weights,
+    integer sums, results of a panel, packed activations, in this order. Grows with `blocks`."""
+    group = blocks * PACKED_BLOCK[kind]
+    packed = min(TILE_CHUNK // TILE_TOKENS * group, max(PACKED_BYTES, PACKED_LEAST // TILE_TOKENS * group))
+    return TILE_WEIGHTS + TILE_SUMS + TILE_CHUNK * 4 * 16 * PANEL_VECTORS + packed

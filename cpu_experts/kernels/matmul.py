@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from numba import types
 
+from bloomery.cpu_experts.isa import AMX, at_least
 from bloomery.cpu_experts.kernels.block_dots import block_step
 from bloomery.cpu_experts.kernels.block_formats import SMALL_BLOCKS, SUPER_BLOCKS
 from bloomery.cpu_experts.kernels.elementwise import add_run
@@ -28,6 +29,7 @@ from bloomery.cpu_experts.kernels.float_dots import (
 )
 from bloomery.cpu_experts.kernels.layouts import PLANE_BYTES
 from bloomery.cpu_experts.kernels.panel_dots import panel_product, panel_shape, unpack_panel
+from bloomery.cpu_experts.kernels.tile_matmul import TILES_FROM, multiply_tiles
 from bloomery.cpu_experts.kernels.work import share_end, share_start
 from bloomery.cpu_experts.simd import (
     Emitter,
@@ -94,6 +96,8 @@ def quantised_multiply(name: str) -> Callable[..., None]:
     `items` is the address of int32 pairs (row of x, row of out), or 0 for rows 0..count-1 of both.
     """
     from_blocks, from_panels = _multiply_blocks(name), _multiply_panels(name)
+    with_tiles = at_least(AMX)
+    from_tiles = multiply_tiles(name) if with_tiles else from_panels
 
     @compiled
     def multiply(
@@ -105,6 +109,11 @@ def quantised_multiply(name: str) -> Callable[..., None]:
             if items != 0:
                 row, place = x + load_i32(items) * x_stride, out + load_i32(items + 4) * out_stride
             from_blocks(weight, row_bytes, blocks, first, last, row, d_plane, sums_plane, place)
+        elif with_tiles and count >= TILES_FROM:
+            from_tiles(
+                weight, row_bytes, blocks, first, last, x, x_stride, d_plane, sums_plane, items, count, out, out_stride,
+                tiles,
+            )  # fmt: skip
         else:
             from_panels(
                 weight, row_bytes, blocks, first, last, x, x_stride, d_plane, sums_plane, items, count, out, out_stride,

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias
 
 from numba import types
 
-from bloomery.cpu_experts.isa import AVX512VNNI, active_isa
+from bloomery.cpu_experts.isa import AVX512VNNI, at_least
 from bloomery.cpu_experts.kernels.block_dots import prefetch
 from bloomery.cpu_experts.kernels.block_formats import SPLIT_ORDER, SUPER_BLOCKS, block_scales, half_floats
 from bloomery.cpu_experts.kernels.layouts import PANEL_VECTORS, PLANE_BYTES
@@ -95,7 +95,7 @@ class Shape:
 
 
 def panel_shape(name: str) -> Shape:
-    return Shape(active_isa() == AVX512VNNI, PANELS[name])
+    return Shape(at_least(AVX512VNNI), PANELS[name])
 
 
 def unpack_panel(name: str) -> Any:
