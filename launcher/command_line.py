@@ -37,6 +37,7 @@ DAEMON_OPTIONS = (
     ("engram_cache", "engram_cache", "--engram-cache"),
     ("engram_direct", "engram_direct", "--engram-direct"),
     ("hot_list", "hot_list", "--hot-list"),
+    ("cache_ram", "cache_ram", "--cache-ram"),
 )
 
 
@@ -144,6 +145,13 @@ def token_limit(text: str) -> int:
     return number
 
 
+def memory_limit(text: str) -> int:
+    number = int(text)
+    if not -1 <= number <= GREATEST_INTEGER:
+        raise argparse.ArgumentTypeError(f"{number} is neither a number of MiB nor -1 (all that is left)")
+    return number
+
+
 def token_list(text: str) -> tuple[int, ...]:
     """ "1,2,3" (blanks allowed) as token ids."""
     try:
@@ -193,6 +201,20 @@ def add_daemon_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--executor", choices=("host", "reference"), help="reference runs the slow NumPy definition of every op"
     )
+    add_memory_options(group)
+    add_hot_list_option(group)
+
+
+def add_memory_options(group: argparse._ArgumentGroup) -> None:
+    """What may be kept in memory beside weights and slots."""
+    group.add_argument(
+        "-cram",
+        "--cache-ram",
+        type=memory_limit,
+        metavar="MIB",
+        help="memory for the states of conversations that lost their slot (8192 MiB, at most what is left; 0: none, "
+        "-1: all that is left)",
+    )
     group.add_argument(
         "--engram-cache", type=positive, metavar="MIB", help="memory for rows of n-gram tables that were read (256 MiB)"
     )
@@ -202,7 +224,6 @@ def add_daemon_options(parser: argparse.ArgumentParser) -> None:
         const=True,
         help="read rows of n-gram tables past the page cache (tables larger than memory keep out of it anyway)",
     )
-    add_hot_list_option(group)
 
 
 def add_hot_list_option(group: argparse._ActionsContainer) -> None:

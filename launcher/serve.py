@@ -19,6 +19,7 @@ from bloomery.launcher.command_line import (
     UsageError,
     add_endpoint_option,
     add_hot_list_option,
+    add_memory_options,
     add_model_options,
     positive,
     program_parser,
@@ -84,6 +85,7 @@ def _add_machine_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--executor", choices=("host", "reference"), help=argparse.SUPPRESS)
     group.add_argument("--queue", type=positive, metavar="N", help="requests that may wait before one is refused")
     add_hot_list_option(group)
+    add_memory_options(group)
     group.add_argument(
         "--context-shift",
         action=argparse.BooleanOptionalAction,
@@ -230,6 +232,9 @@ def daemon_of(args: argparse.Namespace) -> DaemonConfig:
         "executor": args.executor,
         "queue_limit": args.queue,
         "hot_list": args.hot_list or os.environ.get(HOT_LIST_VARIABLE) or None,
+        "cache_ram": args.cache_ram,
+        "engram_cache": args.engram_cache,
+        "engram_direct": args.engram_direct,
         "slot_folder": str(Path(args.slot_save_path).resolve()) if args.slot_save_path else None,
         "alias": names(args.alias)[0] if names(args.alias) else None,
     }

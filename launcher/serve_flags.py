@@ -49,8 +49,6 @@ _WITH_VALUE = [
     "-tb",
     "--threads-batch",
     "--threads-http",
-    "--cache-ram",
-    "-cram",
     "--grp-attn-n",
     "--grp-attn-w",
     "-ctxcp",

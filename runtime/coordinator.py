@@ -198,7 +198,13 @@ class Daemon:
         self._report("open", 3, 3)
         executor = self._start_executor(program, plan)
         self._stack.callback(executor.close)
-        engine = Engine(executor, tokenizer, template, queue_limit=self._config.queue_limit)
+        engine = Engine(
+            executor,
+            tokenizer,
+            template,
+            queue_limit=self._config.queue_limit,
+            snapshot_bytes=plan.term("snapshots"),
+        )
         engine.prepare()
         self._start_engine(engine)
         facts = model_facts(model, tokenizer, plan, self._config.alias)

@@ -14,7 +14,8 @@ class DaemonConfig:
     `executor` "reference" runs the NumPy reference inside the coordinator instead of worker processes.
     Of n-gram table rows `engram_cache` MiB are kept in memory; with `engram_direct` they are read past the page cache.
     `hot_list` is a file that ranks the experts of each layer for plans that place them ("": none).
-    Slots are saved to files in `slot_folder` ("": not at all)."""
+    Slots are saved to files in `slot_folder` ("": not at all). Of conversations that lost their slot, states of up to
+    `cache_ram` MiB are kept in memory (0: none, -1: whatever the plan leaves free)."""
 
     model: str
     plan: str = "auto"
@@ -33,3 +34,4 @@ class DaemonConfig:
     engram_cache: int = 256
     engram_direct: bool = False
     hot_list: str = ""
+    cache_ram: int = 8192

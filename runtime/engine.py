@@ -26,6 +26,7 @@ from bloomery.runtime.sampling_tools import SamplingTools
 from bloomery.runtime.scheduler import Scheduler
 from bloomery.runtime.sequence import Sequence, Sink, Why
 from bloomery.runtime.slots import Slot, SlotPool
+from bloomery.runtime.snapshot_cache import SnapshotCache
 
 if TYPE_CHECKING:
     from bloomery.runtime.chat_template import ChatTemplate
@@ -42,13 +43,21 @@ class Engine:
     the thread that ended it. A sink must not block; one that raises ends its request."""
 
     def __init__(
-        self, executor: StepExecutor, tokenizer: Tokenizer, template: ChatTemplate | None, *, queue_limit: int = 64
+        self,
+        executor: StepExecutor,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        queue_limit: int = 64,
+        snapshot_bytes: int = 0,
     ) -> None:
+        """`snapshot_bytes`: what states of conversations without a slot may take (`snapshot_cache`)."""
         assert executor.slots <= min(executor.max_rows, executor.max_out_rows)
         self._executor, self._tokenizer, self._template = executor, tokenizer, template
         self._tools = SamplingTools(tokenizer)
         self._queue_limit = queue_limit
-        self._pool = SlotPool(executor.slots, executor.copy_prefix, executor.continuable)
+        self._snapshots = SnapshotCache(executor, snapshot_bytes)
+        self._pool = SlotPool(executor.slots, executor.copy_prefix, executor.continuable, self._snapshots)
         self._scheduler = Scheduler(executor.max_rows, executor.max_out_rows)
         self._counters = EngineCounters(executor.slots)
         self._lock = threading.Lock()  # guards the next five; never held during a step, a copy or a sink's call
@@ -159,6 +168,7 @@ class Engine:
                 }
                 for slot in self._pool.slots
             ],
+            "snapshots": self._snapshots.statistics(),
             "queue": len(self._queue) + len(self._preparing),
             "queue_limit": self._queue_limit,
             "steps": self._counters.steps,
@@ -175,6 +185,7 @@ class Engine:
             "slots": len(self._pool.slots),
             "cache_tokens_used": self._pool.held_tokens,
             "cache_tokens_total": len(self._pool.slots) * self._executor.context,
+            "snapshots": self._snapshots.statistics(),
             "executor": self._executor.statistics(),
         }
 

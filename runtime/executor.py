@@ -38,10 +38,12 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StateSnapshot:
-    """Everything that a sequence of `positions` positions needs to go on: for each state its live rows in order."""
+    """Everything that a sequence of `positions` positions needs to go on, there or at one of the `reach` positions
+    before: for each state its rows in order."""
 
     positions: int
     rows: Mapping[str, NDArray[Any]]
+    reach: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -80,11 +82,15 @@ class StepExecutor(Protocol):
         """Copies the cached rows of positions 0..positions-1 from one slot to another, bit for bit. `positions` is 0 or
         one at which the source can go on; the target can then go on there."""
 
-    def snapshot(self, slot: int, positions: int) -> StateSnapshot:
-        """A copy of what the slot's first `positions` positions leave behind. ValueError where that is not whole."""
+    def snapshot(self, slot: int, positions: int, reach: int = 0) -> StateSnapshot:
+        """A copy of what the slot's first `positions` positions leave behind, from which the `reach` positions before
+        can be gone on at, too. ValueError where that is not whole."""
 
-    def restore(self, slot: int, snapshot: StateSnapshot) -> None:
-        """The slot goes on at `snapshot.positions`, bit for bit as if it had computed them."""
+    def snapshot_bytes(self, positions: int, reach: int = 0) -> int:
+        """`nbytes` of such a snapshot."""
+
+    def restore(self, slot: int, snapshot: StateSnapshot, positions: int | None = None) -> None:
+        """The slot goes on at `positions` (None: `snapshot.positions`), bit for bit as if it had computed them."""
 
     def recover(self) -> None:
         """After WorkerLost: replaces dead workers and returns when steps can run again. Cache contents up to the last

@@ -207,15 +207,18 @@ class HostPool:
     def continuable(self, slot: int) -> range:
         return self._states.reach.continuable(slot)
 
-    def snapshot(self, slot: int, positions: int) -> StateSnapshot:
+    def snapshot(self, slot: int, positions: int, reach: int = 0) -> StateSnapshot:
         self._check_slots(slot)
-        return self._states.snapshot(slot, positions)
+        return self._states.snapshot(slot, positions, reach)
 
-    def restore(self, slot: int, snapshot: StateSnapshot) -> None:
+    def snapshot_bytes(self, positions: int, reach: int = 0) -> int:
+        return self._states.snapshot_bytes(positions, reach)
+
+    def restore(self, slot: int, snapshot: StateSnapshot, positions: int | None = None) -> None:
         self._check_slots(slot)
         if not 0 <= snapshot.positions <= self.context:
             raise ValueError(f"slot {slot} has no {snapshot.positions} positions")
-        self._states.restore(slot, snapshot)
+        self._states.restore(slot, snapshot, positions)
 
     def _check_slots(self, *slots: int) -> None:
         for slot in slots:

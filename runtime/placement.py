@@ -11,7 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from bloomery.runtime.arena import ArenaLayout, ArenaShape, Lowered
@@ -80,6 +80,10 @@ class Plan:
         """Bytes of the terms in some places; all of them without arguments."""
         return sum(term.nbytes for term in self.terms if not places or term.place in places)
 
+    def term(self, name: str) -> int:
+        """Bytes of the term of that name, 0 if there is none."""
+        return sum(term.nbytes for term in self.terms if term.name == name)
+
 
 def chosen_plan(name: str) -> str:
     """The plan behind a name: "cpu" for "cpu" and "auto". Raises PlanError for the others before any file is opened."""
@@ -117,7 +121,7 @@ def make_plan(config: DaemonConfig, program: Program, room: MemoryRoom, hot: Hot
         terms=_terms(config, program, processes, wanted),
     )
     _refuse_what_does_not_fit(plan, room)
-    return plan
+    return replace(plan, terms=(*plan.terms, MemoryTerm("snapshots", _snapshot_limit(config, plan, room), "private")))
 
 
 def _terms(config: DaemonConfig, program: Program, processes: int, context: int) -> tuple[MemoryTerm, ...]:
@@ -147,6 +151,12 @@ def _elements(shape: Iterable[int]) -> int:
     for extent in shape:
         count *= extent
     return count
+
+
+def _snapshot_limit(config: DaemonConfig, plan: Plan, room: MemoryRoom) -> int:
+    """What was asked for, cut to what the plan leaves free: it is filled only as conversations come."""
+    left = max(0, room.memory - plan.total())
+    return left if config.cache_ram < 0 else min(config.cache_ram << 20, left)
 
 
 def _fitting_context(config: DaemonConfig, program: Program, processes: int, room: MemoryRoom) -> int:

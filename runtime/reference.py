@@ -212,13 +212,16 @@ class ReferenceExecutor:
         """The positions at which a step of this slot may begin, besides 0."""
         return self._slot_states.reach.continuable(slot)
 
-    def snapshot(self, slot: int, positions: int) -> StateSnapshot:
+    def snapshot(self, slot: int, positions: int, reach: int = 0) -> StateSnapshot:
         """What the slot's first `positions` positions leave behind; ValueError where rings have lost part of it."""
-        return self._slot_states.snapshot(slot, positions)
+        return self._slot_states.snapshot(slot, positions, reach)
 
-    def restore(self, slot: int, snapshot: StateSnapshot) -> None:
+    def snapshot_bytes(self, positions: int, reach: int = 0) -> int:
+        return self._slot_states.snapshot_bytes(positions, reach)
+
+    def restore(self, slot: int, snapshot: StateSnapshot, positions: int | None = None) -> None:
         """Makes the slot as it was at the snapshot, bit for bit."""
-        self._slot_states.restore(slot, snapshot)
+        self._slot_states.restore(slot, snapshot, positions)
 
     def recover(self) -> None:
         """Nothing to do: the reference runs in the caller's process and loses no workers."""

@@ -47,6 +47,12 @@ class SlotReach:
             self._high[slot] = int(positions[-1]) + 1
             self._low[slot] = max(low, self._high[slot] - self._spare - 1)
 
-    def restored(self, slot: int, positions: int) -> None:
-        """The slot now holds what a sequence of so many positions needs to go on, and nothing older."""
-        self._low[slot] = self._high[slot] = positions
+    def lowest(self, positions: int) -> int:
+        """The first position at which a slot that ran up to there can still go on, as far as its rings reach."""
+        return max(0, positions - self._spare - 1)
+
+    def restored(self, slot: int, positions: int, first: int | None = None) -> None:
+        """The slot now holds what a sequence needs to go on at any position from `first` (None: `positions`) to
+        `positions`, and nothing older."""
+        self._low[slot] = positions if first is None else first
+        self._high[slot] = positions

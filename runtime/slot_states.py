@@ -41,28 +41,44 @@ class SlotStates:
         """The first `positions` positions of one slot become another's. ValueError where they are not whole."""
         self.restore(target, self.snapshot(source, positions))
 
-    def snapshot(self, slot: int, positions: int) -> StateSnapshot:
+    def snapshot(self, slot: int, positions: int, reach: int = 0) -> StateSnapshot:
         """A copy of what the slot's first `positions` positions leave behind. ValueError where that is not whole."""
         self.reach.require(slot, positions)
+        if reach and positions - reach not in self.reach.continuable(slot):
+            raise ValueError(f"slot {slot} cannot go on at position {positions - reach}")
         found = {}
         for state in self._states.values():
             rows = self.arrays[state.name][slot]
-            live = pieces(state.live(positions), len(rows))
-            found[state.name] = np.concatenate([rows[:0], *(rows[piece] for piece in live)])
-        return StateSnapshot(positions, found)
+            held = pieces(state.reaching(positions - reach, positions), len(rows))
+            found[state.name] = np.concatenate([rows[:0], *(rows[piece] for piece in held)])
+        return StateSnapshot(positions, found, reach)
 
-    def restore(self, slot: int, snapshot: StateSnapshot) -> None:
-        """The slot goes on at `snapshot.positions`, and at no earlier position. ValueError, and nothing changed, for a
-        snapshot of other states."""
+    def snapshot_bytes(self, positions: int, reach: int = 0) -> int:
+        """Bytes of the rows of such a snapshot."""
+        return sum(
+            len(state.reaching(positions - reach, positions)) * state.width * self.arrays[state.name].itemsize
+            for state in self._states.values()
+        )
+
+    def restore(self, slot: int, snapshot: StateSnapshot, positions: int | None = None) -> None:
+        """The slot goes on at `positions`, or as far before as the snapshot and its own rings reach. ValueError, and
+        nothing changed, for a snapshot of other states or one that does not reach there."""
+        positions = snapshot.positions if positions is None else positions
+        first = snapshot.positions - snapshot.reach
+        if not first <= positions <= snapshot.positions:
+            raise ValueError(f"the snapshot goes on at {first} to {snapshot.positions}, not at {positions}")
         for state in self._states.values():
-            expected = (len(state.live(snapshot.positions)), state.width)
+            expected = (len(state.reaching(first, snapshot.positions)), state.width)
             stored, dtype = snapshot.rows.get(state.name), self.arrays[state.name].dtype
             if stored is None or stored.shape != expected or stored.dtype != dtype:
                 raise ValueError(f"the snapshot does not fit state {state.name}: expected {dtype} {expected}")
+        begin = max(first, self.reach.lowest(positions))
         for state in self._states.values():
-            rows, stored, done = self.arrays[state.name][slot], snapshot.rows[state.name], 0
-            for piece in pieces(state.live(snapshot.positions), len(rows)):
+            rows, stored = self.arrays[state.name][slot], snapshot.rows[state.name]
+            wanted = state.reaching(begin, positions)
+            done = wanted.start - state.reaching(first, snapshot.positions).start
+            for piece in pieces(wanted, len(rows)):
                 count = piece.stop - piece.start
                 rows[piece] = stored[done : done + count]
                 done += count
-        self.reach.restored(slot, snapshot.positions)
+        self.reach.restored(slot, positions, begin)

@@ -6,9 +6,13 @@ Knows nothing of requests or steps. Used by the engine's thread alone; other thr
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
+
+from bloomery.runtime.prefixes import common_prefix
+from bloomery.runtime.snapshot_cache import SnapshotCache
 
 CopyPrefix = Callable[[int, int, int], None]
 Continuable = Callable[[int], range]
@@ -29,22 +33,21 @@ class Slot:
 
     def match(self, prompt: NDArray[np.int32]) -> int:
         """Length of the longest common prefix of `prompt` and what the slot holds."""
-        limit = min(self.count, len(prompt))
-        differs = self.tokens[:limit] != prompt[:limit]
-        first = int(differs.argmax()) if limit else 0
-        return first if limit and differs[first] else limit
+        return common_prefix(self.tokens[: self.count], prompt)
 
 
 class SlotPool:
     """Hands out at most one slot a sequence and remembers what idle slots hold.
 
     `continuable(slot)` are the positions at which a slot's caches can go on, besides 0 (StepExecutor): of a match, only
-    what ends at one of them can be used.
+    what ends at one of them can be used. `snapshots` keeps what a slot held before another conversation takes it over.
     """
 
-    def __init__(self, slots: int, copy_prefix: CopyPrefix, continuable: Continuable) -> None:
+    def __init__(
+        self, slots: int, copy_prefix: CopyPrefix, continuable: Continuable, snapshots: SnapshotCache | None = None
+    ) -> None:
         self.slots = tuple(Slot(index) for index in range(slots))
-        self._copy_prefix, self._continuable = copy_prefix, continuable
+        self._copy_prefix, self._continuable, self._snapshots = copy_prefix, continuable, snapshots
         self._clock = 0
 
     @property
@@ -69,19 +72,27 @@ class SlotPool:
         """
         idle = [slot for slot in self.slots if not slot.busy]
         victim = min(idle, key=lambda slot: (slot.last_used, slot.index)) if wanted is None else self.slots[wanted]
-        cached = 0
+        prompt = tokens[: prompt_length - 1]
+        cached, spared = 0, None
+        fill: Callable[[], object] | None = None
         if reuse:
-            prompt = tokens[: prompt_length - 1]
             found = [(self._usable(slot, prompt), not slot.busy, slot) for slot in self.slots]
             cached, _, source = max(found, key=lambda entry: entry[:2])  # the longest; of equals an idle one
             in_place = next((match for match, _, slot in found if slot is victim))
+            stored, kept = self._snapshots.find(prompt) if self._snapshots else (0, None)
             if wanted is None and not source.busy and not worth_keeping(source, cached):
-                victim = source
-            elif source is not victim and cached - in_place >= COPY_AT_LEAST:
-                victim.count = 0  # nothing is claimed while the rows are being overwritten
-                self._copy_prefix(source.index, victim.index, cached)
-            else:
+                victim, in_place = source, cached
+            if max(cached, stored) - in_place < COPY_AT_LEAST:
                 cached = in_place
+            elif self._snapshots and kept and stored > cached:
+                cached, spared, fill = stored, kept, partial(self._snapshots.restore, kept, victim.index, stored)
+            else:
+                fill = partial(self._copy_prefix, source.index, victim.index, cached)
+        if self._snapshots and worth_keeping(victim, victim.match(prompt)):
+            self._snapshots.keep(victim.index, victim.tokens[: victim.count], spared)
+        if fill:
+            victim.count = 0  # nothing is claimed while the rows are being overwritten
+            fill()
         victim.busy = True
         victim.tokens, victim.count = tokens, cached
         return victim, cached

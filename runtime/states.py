@@ -37,6 +37,10 @@ class CacheState:
         """The logical rows that a sequence of so many positions needs to go on."""
         return range(positions)
 
+    def reaching(self, first: int, positions: int) -> range:
+        """The logical rows that it needs to go on at any position from `first` to `positions`."""
+        return range(self.live(first).start, self.live(positions).stop)
+
 
 @dataclass(frozen=True)
 class RingState(CacheState):

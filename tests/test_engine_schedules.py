@@ -74,9 +74,9 @@ def any_request(random: Random) -> GenerationRequest:
 class Run:
     """An engine, everything that was asked of it and everything that it said."""
 
-    def __init__(self, executor: ToyExecutor, queue_limit: int = 4) -> None:
+    def __init__(self, executor: ToyExecutor, queue_limit: int = 4, snapshot_bytes: int = 0) -> None:
         self.executor = executor
-        self.engine = Engine(executor, TOKENIZER, None, queue_limit=queue_limit)
+        self.engine = Engine(executor, TOKENIZER, None, queue_limit=queue_limit, snapshot_bytes=snapshot_bytes)
         self.requests: list[GenerationRequest] = []
         self.events: dict[bytes, list[Event]] = {}
         self.aborted: set[bytes] = set()
@@ -120,6 +120,8 @@ class Run:
         engine = self.engine
         assert engine.wait_idle(0) and engine.status()["queue"] == 0 and engine.metrics()["running"] == 0
         assert all(slot["request"] == "" for slot in engine.status()["slots"])
+        snapshots = engine.status()["snapshots"]
+        assert 0 <= snapshots["bytes"] <= snapshots["limit_bytes"]
         for slot in engine._pool.slots:
             assert not slot.busy
             state = EMPTY
@@ -252,7 +254,7 @@ def test_any_schedule(seed: int, length: int, slots: int, max_rows: int) -> None
     )
     row_seconds = random.choice([0.0001, 0.01, 0.1])
     executor.seconds = lambda rows: 0.001 + row_seconds * rows
-    run = Run(executor)
+    run = Run(executor, snapshot_bytes=random.choice([0, 1000, 1 << 20]))
     fault_weight = random.choice([0, 1])
     names = random.choices([*ACTIONS, *FAULTS], [8, 8, 1, 1, 1, 1, 1] + 4 * [fault_weight], k=length)
     for name in names:

@@ -85,7 +85,7 @@ def test_a_context_that_nobody_asked_for_fits(program: Program) -> None:
     config = replace(CONFIG, context=0)
     assert make_plan(config, program, PLENTY).context == program.context_length
     others = make_plan(CONFIG, program, PLENTY)
-    fixed = others.total() - term(others, "cache")
+    fixed = others.total() - term(others, "cache") - term(others, "snapshots")
     position = term(others, "cache") / CONFIG.context
     for positions in (300, 500, 900):
         plan = make_plan(config, program, MemoryRoom(fixed + int(2 * positions * position), 1 << 40))
@@ -119,3 +119,11 @@ def test_this_machine_has_room(program: Program) -> None:
     room = memory_room()
     assert room.memory > 0 and room.shared > 0
     assert make_plan(CONFIG, program, room).processes == 2
+
+
+def test_snapshots_get_what_was_asked_for_or_what_is_left(program: Program) -> None:
+    others = make_plan(replace(CONFIG, cache_ram=0), program, PLENTY).total()
+    for asked, left, found in ((8192, 1 << 40, 8192 << 20), (8192, 5000, 5000), (3, 5 << 20, 3 << 20), (-1, 77, 77)):
+        plan = make_plan(replace(CONFIG, cache_ram=asked), program, MemoryRoom(others + left, 1 << 40))
+        assert plan.term("snapshots") == term(plan, "snapshots") == found
+    assert CONFIG.cache_ram == 8192, "llama-server's default"

@@ -2,7 +2,8 @@
 
 Planted once and seen to fail: the last prompt token counted as cached; a busy slot handed out; a match behind a slot's
 count; more claimed than the victim holds; rows claimed while a copy overwrites them; the most recently used slot given
-up; releases not timed; always, or never, a match used in place; of a ring, the whole match counted.
+up; releases not timed; always, or never, a match used in place; of a ring, the whole match counted; a victim's
+states not kept, or one token less of them.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from running import rows_of
 
+from bloomery.runtime.executor import StateSnapshot
 from bloomery.runtime.slot_reach import SlotReach
 from bloomery.runtime.slots import COPY_AT_LEAST, Slot, SlotPool, worth_keeping
+from bloomery.runtime.snapshot_cache import Kept, SnapshotCache
 from bloomery.runtime.states import CacheState, RingState
 
 SLOTS, CONTEXT, SPARE = 4, 120, 24
@@ -38,6 +41,25 @@ class PoolMachine(RuleBasedStateMachine):
         self.running: list[Slot] = []
         self.released: list[int] = []  # slot indices, least recently used first
         self.copies: list[tuple[int, int, int]] = []
+        self.restores: list[tuple[int, int]] = []
+
+    def continuable(self, slot: int) -> range:
+        return self.reach.continuable(slot)
+
+    def snapshot(self, slot: int, positions: int, reach: int = 0) -> StateSnapshot:
+        self.reach.require(slot, positions)
+        assert positions - reach in self.reach.continuable(slot)
+        return StateSnapshot(positions, {"rows": np.array(self.rows[slot][:positions])}, reach)
+
+    def snapshot_bytes(self, positions: int, reach: int = 0) -> int:
+        return 8 * positions
+
+    def restore(self, slot: int, snapshot: StateSnapshot, positions: int | None = None) -> None:
+        assert positions is not None and snapshot.positions - snapshot.reach <= positions <= snapshot.positions
+        assert all(other.index != slot for other in self.running), "a busy slot's rows are overwritten"
+        self.restores.append((slot, positions))
+        self.rows[slot] = snapshot.rows["rows"][:positions].tolist()
+        self.reach.restored(slot, positions, snapshot.positions - snapshot.reach)
 
     def copy(self, source: int, target: int, positions: int) -> None:
         assert positions <= len(self.rows[source])
@@ -47,11 +69,12 @@ class PoolMachine(RuleBasedStateMachine):
         self.rows[target] = self.rows[source][:positions]
         self.reach.restored(target, positions)
 
-    @initialize(ring=st.booleans())
-    def start(self, ring: bool) -> None:
+    @initialize(ring=st.booleans(), limit=st.sampled_from([0, 2000, 1 << 30]))
+    def start(self, ring: bool, limit: int) -> None:
         state = RingState("window", 1, 8) if ring else CacheState("keys", 1)
         self.reach = SlotReach([state], slots=SLOTS, context=CONTEXT, spare=SPARE)
-        self.pool = SlotPool(SLOTS, self.copy, self.reach.continuable)
+        self.snapshots = SnapshotCache(self, limit, lambda: 1 << 40)
+        self.pool = SlotPool(SLOTS, self.copy, self.reach.continuable, self.snapshots)
         self.released = list(range(SLOTS))
 
     def usable(self, slot: int, match: int) -> int:
@@ -64,16 +87,23 @@ class PoolMachine(RuleBasedStateMachine):
             return position
         return 0
 
+    @staticmethod
+    def stored(kept: Kept, prompt: list[int]) -> int:
+        match = common_prefix(kept.tokens.tolist(), prompt)
+        return match if match >= kept.snapshot.positions - kept.snapshot.reach else 0
+
     @precondition(lambda self: len(self.running) < SLOTS)
     @rule(data=st.data(), reuse=st.sampled_from([True, True, True, False]))
     def admit(self, data: st.DataObject, reuse: bool) -> None:
-        known = data.draw(st.sampled_from([[], *self.rows]))
+        kept_rows = [kept.tokens.tolist() for kept in self.snapshots._kept]
+        known = data.draw(st.sampled_from([[], *self.rows, *kept_rows]))
         cut = data.draw(st.integers(0, len(known)))
         prompt = [*known[:cut], *data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=20))][:CONTEXT]
         busy = {slot.index for slot in self.running}
         matches = [self.usable(slot, common_prefix(rows, prompt[:-1])) for slot, rows in enumerate(self.rows)]
         before = [list(rows) for rows in self.rows]
-        self.copies = []
+        self.copies, self.restores = [], []
+        stored = max((self.stored(kept, prompt[:-1]) for kept in self.snapshots._kept), default=0)
         tokens = np.full(len(prompt) + 10, -1, dtype=np.int32)
         tokens[: len(prompt)] = prompt
         slot, cached = self.pool.acquire(tokens, len(prompt), reuse)
@@ -87,15 +117,23 @@ class PoolMachine(RuleBasedStateMachine):
         if not reuse:
             assert cached == 0 and slot.index == oldest and not self.copies
         else:
-            assert cached > max(matches) - COPY_AT_LEAST, "a longer match was worth a copy"
-            if max(idle_matches) == max(matches) and slot.index != oldest:
+            assert cached > max(*matches, stored) - COPY_AT_LEAST, "a longer match was worth a copy"
+            if self.restores:
+                assert self.restores == [(slot.index, cached)] and cached == stored > max(matches) and not self.copies
+            elif max(idle_matches) == max(matches) and slot.index != oldest:
                 assert cached == max(matches) and not self.copies, "another than the oldest only if the match is in it"
-                lost = len(before[slot.index]) - cached
-                assert lost <= max(COPY_AT_LEAST, cached // 8), "a conversation was thrown away"
+                assert len(before[slot.index]) - cached <= max(COPY_AT_LEAST, cached // 8), (
+                    "a conversation was thrown away"
+                )
             if self.copies:
                 [(source, target, positions)] = self.copies
                 assert (target, positions) == (oldest, cached) and matches[source] == cached == max(matches)
                 assert cached >= matches[oldest] + COPY_AT_LEAST
+        lost = before[slot.index]
+        shared = common_prefix(lost, prompt)
+        if self.snapshots.limit > 1 << 20 and len(lost) - shared > max(COPY_AT_LEAST, shared // 8):
+            found, _ = self.snapshots.find(np.array([*lost, 9], dtype=np.int32))
+            assert found == len(lost), "a conversation was lost"
         for index in set(range(SLOTS)) - {slot.index}:
             assert self.rows[index] == before[index]
         self.rows[slot.index] = self.rows[slot.index][:cached]
@@ -128,6 +166,12 @@ class PoolMachine(RuleBasedStateMachine):
         for slot in self.pool.slots:
             assert slot.tokens[: slot.count].tolist() == self.rows[slot.index]
         assert self.pool.held_tokens == sum(map(len, self.rows))
+
+    @invariant()
+    def snapshots_tell_the_truth(self) -> None:
+        kept = self.snapshots._kept
+        assert all(entry.tokens.tolist() == entry.snapshot.rows["rows"].tolist() for entry in kept)
+        assert self.snapshots.nbytes == sum(12 * len(entry.tokens) for entry in kept) <= self.snapshots.limit
 
 
 PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.runtime.errors import StepAborted, WorkerLost
-from bloomery.runtime.executor import StepResult, StepRows
+from bloomery.runtime.executor import StateSnapshot, StepResult, StepRows
 from bloomery.runtime.requests import FinishReason, GenerationRequest
 from bloomery.runtime.sampling import Sampler
 from bloomery.runtime.tokenizer import Detokenizer, Tokenizer
@@ -223,6 +223,18 @@ class ToyExecutor:
             self.broken = True
             raise
         self.states[target, :positions] = self.states[source, :positions]
+
+    def snapshot(self, slot: int, positions: int, reach: int = 0) -> StateSnapshot:
+        assert positions - reach in self.continuable(slot)
+        return StateSnapshot(positions, {"states": self.states[slot, :positions].copy()}, reach)
+
+    def snapshot_bytes(self, positions: int, reach: int = 0) -> int:
+        return positions * self.states.itemsize
+
+    def restore(self, slot: int, snapshot: StateSnapshot, positions: int | None = None) -> None:
+        positions = snapshot.positions if positions is None else positions
+        assert snapshot.positions - snapshot.reach <= positions <= snapshot.positions
+        self.states[slot, :positions] = snapshot.rows["states"][:positions]
 
     def recover(self) -> None:
         self.recoveries += 1

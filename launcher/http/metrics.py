@@ -45,13 +45,24 @@ def metrics_text(values: dict[str, Any], longest: int, rates: Rates) -> str:
         ("requests_deferred", "Requests that wait for a slot.", values.get("queue_depth", 0)),
         ("n_busy_slots_per_decode", "Sequences in a step, on average.", values.get("sequences", 0) / max(1, steps)),
     )
-    ours = (
+    ours: tuple[tuple[str, str, float], ...] = (
         ("cache_tokens_used", "Positions in use in the caches.", values.get("cache_tokens_used", 0)),
         ("cache_tokens_total", "Positions of the caches.", values.get("cache_tokens_total", 0)),
         ("slots", "Slots.", values.get("slots", 0)),
         ("aborted_steps_total", "Steps cut short.", values.get("aborted_steps", 0)),
         ("worker_recoveries_total", "Times that lost workers were replaced.", values.get("recoveries", 0)),
         ("daemon_resident_bytes", "Resident memory of the coordinator, whole MiB.", resident),
+    )
+    snapshots = values.get("snapshots", {})
+    ours += (
+        ("snapshots", "States of conversations without a slot, kept in memory.", snapshots.get("snapshots", 0)),
+        ("snapshot_bytes", "Memory that they take.", snapshots.get("bytes", 0)),
+        ("snapshot_limit_bytes", "Memory that they may take.", snapshots.get("limit_bytes", 0)),
+        ("snapshot_hits_total", "Requests that went on from one.", snapshots.get("hits", 0)),
+        ("snapshot_tokens_total", "Prompt tokens brought back from them.", snapshots.get("restored_tokens", 0)),
+        ("snapshots_stored_total", "Conversations whose states were kept.", snapshots.get("stored", 0)),
+        ("snapshots_dropped_total", "Snapshots dropped to make room.", snapshots.get("dropped", 0)),
+        ("snapshots_refused_total", "Conversations for which there was no room.", snapshots.get("refused", 0)),
     )
     lines: list[str] = []
     for kind, entries in (("counter", counters), ("gauge", gauges)):
