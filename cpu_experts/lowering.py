@@ -31,6 +31,7 @@ from bloomery.cpu_experts.stage import BroughtRows, CacheAddress, LoweringContex
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.model_file import Tensor
 from bloomery.runtime.ops_deepseek4 import HyperMix, SoftplusRouter, WindowAttention
+from bloomery.runtime.ops_drafts import StreamMean, TokenChain
 from bloomery.runtime.program import (
     Add,
     Argmax,
@@ -173,6 +174,11 @@ class _Lowering(Deepseek4Lowering):
                 self._contiguous(op.x)
                 greedy = self.context.view(op.out)
                 self.emit("argmax", self._rows(op.x), *self.context.view(op.x), *greedy, op.x.elements)
+            case StreamMean():
+                head = (self._rows(op.out), op.streams.count, op.streams.width)
+                self.emit("stream_mean", *head, *self._heads(op.streams), *self.context.view(op.out))
+            case TokenChain():
+                self._token_chain(op)
             case _:
                 self._lower_deepseek4(op)
 
@@ -266,16 +272,17 @@ class _Lowering(Deepseek4Lowering):
         self._multiply(tensor.quant_type.name, x, op.x, jobs)
 
     def _rope(self, op: Rope) -> None:
-        key = (op.frequencies, op.magnitude, op.behind)
+        rows = self._rows(op.x)
+        key = (op.frequencies, op.magnitude, op.behind, rows)
         pairs = len(op.frequencies)
         if key not in self.tables:
             stride = aligned(2 * pairs * F32_BYTES)
-            table = self.context.scratch(f"rope:{len(self.tables)}", self.context.max_rows * stride)
+            table = self.context.scratch(f"rope:{len(self.tables)}", self._max_rows(op.x) * stride)
             self.tables[key] = table, stride
             frequencies = (bits_of(frequency) for frequency in op.frequencies)
-            self.emit("rope_table", table, stride, pairs, bits_of(op.magnitude), op.behind, *frequencies)
+            self.emit("rope_table", table, stride, pairs, bits_of(op.magnitude), op.behind, rows, *frequencies)
         places = (*self._heads(op.x), *self._heads(op.out))
-        self.emit(f"rope_{op.pairs}", *self.tables[key], pairs, op.x.count, op.x.width, *places)
+        self.emit(f"rope_{op.pairs}", *self.tables[key], pairs, op.x.count, op.x.width, *places, rows)
 
     def _cache_write(self, op: CacheWrite) -> None:
         self._write_state(op.x, op.state, op.start, 1)
@@ -347,6 +354,22 @@ class _Lowering(Deepseek4Lowering):
             f"experts_{quant_type}", self._rows(op.x), x.address, x.row_stride, x.d_plane, x.sums_plane, *tiles,
             lists, area, *self.context.view(op.ids), used, experts, x_of_each_item, len(jobs), *words,
         )  # fmt: skip
+
+    def _token_chain(self, op: TokenChain) -> None:
+        """One round for each row of the longest block: the rows of all blocks choose, and those whose predecessor was
+        final before it are final after it. So a round reads the weight once for all blocks."""
+        self._contiguous(op.base, op.logits, op.previous)
+        rank, vocabulary = op.previous.elements, op.logits.elements
+        (table_address, table), (address, weight) = self.context.weight(op.embedding), self.context.weight(op.weight)
+        source = (table_address, *self._blocks(table, rank, vocabulary), rank, *self.context.view(op.previous))
+        job = (address, *self._blocks(weight, rank, vocabulary), vocabulary, 0, *self.context.view(op.logits), 0)
+        rows, ids = self._rows(op.out), self.context.scratch("chain", F32_BYTES * self._max_rows(op.out))
+        for number in range(op.block):
+            self.emit("chain_tokens", ids, F32_BYTES, *self.context.view(op.out), number)
+            self.emit(f"table_rows_{_kind(table)}", rows, 1, ids, F32_BYTES, *source)
+            self._multiply(_kind(weight), self._quantise(activation_kind(_kind(weight)), op.previous), op.logits, [job])
+            self._binary("add", op.base, op.logits, op.logits)
+            self.emit("argmax", rows, *self.context.view(op.logits), *self.context.view(op.out), vocabulary)
 
     def _hidden(
         self, kind: str, rows: int, used: int, items: int, hidden: int, gate: int, up: int, stride: int, limit: float

@@ -70,7 +70,7 @@ class LoweringPass:
         element = F32_BYTES if cache_type == "f32" else 2
         source = (address, row_stride, x.count, x.width, head_stride)
         target = (state.address + start * element, state.slot_stride, state.row_stride, state.rows)
-        self.emit(f"cache_write_{cache_type}", *source, *target, ratio)
+        self.emit(f"cache_write_{cache_type}", *source, *target, ratio, self._rows(x))
 
     def _cache_type(self, state: str) -> str:
         """Type of a state's elements: "f32", "f16" or "i32"."""

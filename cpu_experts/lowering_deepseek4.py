@@ -176,7 +176,7 @@ class Deepseek4Lowering(LoweringPass):
     # ---- attention
     def _window_attention(self, op: WindowAttention) -> None:
         window, cache_type = self.context.state(op.window), self._cache_type(op.window)
-        seen = min(op.span, self.context.context)
+        seen = min(op.span + (self.context.max_out_rows if op.block else 0), self.context.context)
         groups: tuple[int, ...] = (0, 0, 0)
         if op.groups:
             of_groups = self.context.state(op.groups)
@@ -188,7 +188,7 @@ class Deepseek4Lowering(LoweringPass):
         self.emit(
             f"window_attention_{cache_type}", op.q.count, op.q.width, bits_of(op.scale), *self._heads(op.q),
             *self._heads(op.out), window.address, window.slot_stride, window.row_stride, window.rows, op.span, *groups,
-            *chosen, op.ratio, self.context.weight(op.sinks)[0], *area, keys,
+            *chosen, op.ratio, self.context.weight(op.sinks)[0], *area, keys, self._rows(op.q), int(op.block),
         )  # fmt: skip
 
     # ---- router

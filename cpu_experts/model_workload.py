@@ -5,8 +5,7 @@ from __future__ import annotations
 from bloomery.cpu_experts.compile_cache import compile_kernel
 from bloomery.cpu_experts.lowering import lower
 from bloomery.cpu_experts.stage import LoweringContext, Stage
-from bloomery.runtime.architectures import build_program
-from bloomery.runtime.model_file import ModelFile
+from bloomery.runtime.architectures import load_program
 from bloomery.runtime.worker_messages import WorkerStart
 
 _MAP_SECONDS = 30.0  # a step's first look at each 64 KiB would cost a fault, half of an expert's time
@@ -15,9 +14,8 @@ _MAP_SECONDS = 30.0  # a step's first look at each 64 KiB would cost a fault, ha
 class ModelWorkload:
     """Keeps the model file mapped: its pages are shared with all other workers through the page cache."""
 
-    def __init__(self, path: str) -> None:
-        self._model = ModelFile.open(path)
-        self.program = build_program(self._model)
+    def __init__(self, start: WorkerStart) -> None:
+        self._model, self.program = load_program(start.model, start.taps, start.target)
         self._model.map_pages(_MAP_SECONDS)
 
     def stages(self, context: LoweringContext) -> list[Stage]:
@@ -28,4 +26,4 @@ class ModelWorkload:
 
 
 def load(start: WorkerStart) -> ModelWorkload:
-    return ModelWorkload(start.model)
+    return ModelWorkload(start)

@@ -13,11 +13,10 @@ import time
 import traceback
 
 from bloomery.engram_io.step_fetch import StepFetch
-from bloomery.runtime.architectures import build_program
+from bloomery.runtime.architectures import load_program
 from bloomery.runtime.arena import Arena, ArenaLayout
 from bloomery.runtime.engram_record import EngramWords, engram_tables
 from bloomery.runtime.errors import BloomeryError
-from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.process_tree import watch_parent
 from bloomery.runtime.row_reader import RowReader, RowTable
 from bloomery.runtime.runtime_files import unlink_owned
@@ -49,7 +48,7 @@ class EngramWorker:
 
     def __init__(self, start: EngramStart, link: Link) -> None:
         self._start, self._link = start, link
-        self._program = build_program(ModelFile.open(start.model))
+        _, self._program = load_program(start.model, start.taps)
         self._tables = engram_tables(self._program)
         tables = [RowTable.of(self._program.weights[table.weight]) for table in self._tables]
         self._reader = RowReader(tables, cache_bytes=start.cache_bytes, direct=start.direct)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 @dataclass(frozen=True)
 class StepRows:
     """The rows of one step: token, slot and position of each (int32, R), and the indices (int32, O, ascending) of the
-    rows whose logits are wanted. Rows of one slot are in ascending, consecutive order of position."""
+    rows whose logits are wanted. Rows of one slot are in ascending, consecutive order of position. `inputs` fills the
+    buffers that the program wants filled (float32, R x width)."""
 
     tokens: NDArray[np.int32]
     slots: NDArray[np.int32]
     positions: NDArray[np.int32]
     out_rows: NDArray[np.int32]
+    inputs: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.slots) == len(self.positions) > 0
@@ -27,13 +29,15 @@ class StepRows:
 
 @dataclass(frozen=True)
 class StepResult:
-    """logits (float32, O x V), greedy tokens (int32, O) and the rows that the logits were made of (float32, O x width;
-    None if the program's last op is no plain product): views that are valid until the next step."""
+    """logits (float32, O x V), greedy tokens (int32, O), the rows that the logits were made of (float32, O x width;
+    None if the program's last op is no plain product) and the buffers that the program reports (float32, R or O x
+    width): views that are valid until the next step."""
 
     logits: NDArray[np.float32]
     greedy: NDArray[np.int32]
     seconds: float
     hidden: NDArray[np.float32] | None = None
+    reports: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,8 @@ class HostPool:
         self._greedy = arena.buffer(program.argmax)[:, 0]
         view = program.hidden
         self._hidden = None if view is None else arena.buffer(view.buffer)[:, view.start : view.end]
+        self._inputs = {name: arena.buffer(name) for name in program.inputs}
+        self._reports = {name: (arena.buffer(name), program.buffers[name].rows) for name in program.reports}
         self._fence = threading.Lock()
         self._turn = threading.Lock()
         self._closed = False
@@ -109,12 +111,15 @@ class HostPool:
         time_stages: bool = False,
         workload: str = MODEL_WORKLOAD,
         engram: EngramOptions | None = None,
+        taps: tuple[int, ...] = (),
+        target: str = "",
     ) -> HostPool:
         """Starts the workers and returns when they can run steps.
 
         `processes` 0 means one for each core of the affinity mask and quota. `progress(stage, done, total)` is called
         with the stages "spawn", "compile" and "load". `workload` names what makes a worker's stages. `engram` is for
-        the process that brings n-gram table rows, which only a program with engrams has.
+        the process that brings n-gram table rows, which only a program with engrams has. `taps` and `target` say how
+        the workers build the program from the file (`architectures.load_program`).
         Raises ModelFileError and PlanError as the workers found them, PlanError if the arena does not fit, WorkerLost.
         """
         runtime_files.sweep()
@@ -123,7 +128,8 @@ class HostPool:
         max_out_rows = min(max_rows, max(slots, LOGITS_BYTES // (4 * program.vocabulary), 1))
         shape = ArenaShape(context, slots, max_rows, max_out_rows, processes, cache_type)
         name = f"pool{next(_pool_numbers)}"
-        starts, quiet = _worker_starts(model_path, shape, time_stages, workload), _QUIET_SECONDS * deadline_scale()
+        starts = _worker_starts(model_path, taps, target, shape, time_stages, workload)
+        quiet = _QUIET_SECONDS * deadline_scale()
         group = WorkerGroup(name, starts, quiet)
         arena: Arena | None = None
         engram_process: EngramProcess | None = None
@@ -183,6 +189,8 @@ class HostPool:
             self._refuse_if_lost()
             self._states.reach.begin(rows)
             self._record.write(rows)
+            for name, buffer in self._inputs.items():
+                buffer[: len(rows.tokens)] = rows.inputs[name]
             self._run()
             if self._engram:
                 self._engram.check(self._control.step)
@@ -193,7 +201,9 @@ class HostPool:
         self._seconds_total += seconds
         wanted = len(rows.out_rows)
         hidden = None if self._hidden is None else self._hidden[:wanted]
-        return StepResult(self._logits[:wanted], self._greedy[:wanted], seconds, hidden)
+        counts = {"step": len(rows.tokens), "out": wanted}
+        reports = {name: buffer[: counts[kind]] for name, (buffer, kind) in self._reports.items()}
+        return StepResult(self._logits[:wanted], self._greedy[:wanted], seconds, hidden, reports)
 
     def abort(self) -> None:
         running = self._running
@@ -309,6 +319,9 @@ class HostPool:
         for what, values, limit in limits:
             if len(values) and not (values.min() >= 0 and values.max() < limit):
                 raise ValueError(f"{what} outside 0..{limit - 1}: {values}")
+        for name, buffer in self._inputs.items():
+            if name not in rows.inputs or rows.inputs[name].shape != (len(rows.tokens), buffer.shape[1]):
+                raise ValueError(f"input {name} is not {len(rows.tokens)} rows of {buffer.shape[1]}")
 
     def _refuse_if_lost(self) -> None:
         if self._lost:
@@ -427,7 +440,9 @@ class _StallWatch:
         return time.monotonic() - self._since > self._seconds
 
 
-def _worker_starts(model_path: str, shape: ArenaShape, time_stages: bool, workload: str) -> list[WorkerStart]:
+def _worker_starts(
+    model_path: str, taps: tuple[int, ...], target: str, shape: ArenaShape, time_stages: bool, workload: str
+) -> list[WorkerStart]:
     """One start for each rank, pinned in the topology's order. More ranks than cores share them and yield to wait."""
     order = Topology.read().within(affinity_mask()).pin_order()
     quota = cpu_quota()
@@ -440,6 +455,8 @@ def _worker_starts(model_path: str, shape: ArenaShape, time_stages: bool, worklo
             owner=runtime_files.owner_name(),
             parent=os.getpid(),
             model=model_path,
+            taps=taps,
+            target=target,
             shape=shape,
             cpu=order[rank % len(order)],
             spins=0 if oversubscribed else _BARRIER_SPINS,

@@ -178,7 +178,8 @@ class WindowAttention:
     Keys of row r at position p: window[slot, max(0, p - span + 1) .. p]; and, if the layer has `groups`, the group rows
     in `chosen` (up to the first -1), or without `chosen` all (p + 1) // ratio visible ones. The head's sink joins the
     softmax as one more logit without a value: out[h] = sum over keys of e(scale * q[h] . key) * key / (sum of e +
-    e(sinks[h])).
+    e(sinks[h])). With `block` the rows of a slot among the O rows, at positions a to z, see each other: all have the
+    keys window[slot, max(0, a - span) .. z].
     """
 
     name: str
@@ -191,6 +192,7 @@ class WindowAttention:
     ratio: int
     sinks: str
     scale: float
+    block: bool = False
 
 
 @dataclass(frozen=True)

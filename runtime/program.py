@@ -34,6 +34,7 @@ from bloomery.runtime.ops_deepseek4 import (
     UnitNorm,
     WindowAttention,
 )
+from bloomery.runtime.ops_drafts import DraftFacts, StreamMean, TokenChain
 from bloomery.runtime.states import CacheState as CacheState
 from bloomery.runtime.states import GroupState as GroupState
 from bloomery.runtime.states import RingState as RingState
@@ -254,11 +255,13 @@ Op: TypeAlias = (
     | IndexRows
     | WindowAttention
     | SoftplusRouter
+    | StreamMean
+    | TokenChain
 )
 
 WEIGHT_FIELDS = (
     "weight", "weights", "bias", "biases", "gate", "up", "down", "base", "scale", "table", "key_weight", "query_weight",
-    "sinks",
+    "sinks", "embedding",
 )  # fmt: skip
 STATE_FIELDS = ("state", "keys", "values", "tokens", "window", "groups")
 WRITTEN_FIELDS = frozenset(("out", "outs"))
@@ -269,6 +272,7 @@ ALSO_WRITTEN: Mapping[type[Op], frozenset[str]] = {
     EngramRows: frozenset(("ids",)),
     EngramGate: frozenset(("gate",)),
     IndexRows: frozenset(("kept",)),
+    TokenChain: frozenset(("logits", "previous")),
 }
 
 
@@ -305,7 +309,9 @@ class Program:
     """The ordered ops of one step, with everything they name.
 
     `logits` names the buffer (O, V) that holds the result, `argmax` the buffer (O, 1) of greedy tokens. `weights` maps
-    tensor names to tensors of the model file. `engram` has the constants of EngramRows.
+    tensor names to tensors of the model file. `engram` has the constants of EngramRows. `inputs` names the buffers that
+    the caller fills (StepRows.inputs), `reports` those that it gets back besides the logits (StepResult.reports);
+    `draft` is set for programs that draft blocks for another model.
     """
 
     architecture: str
@@ -319,6 +325,9 @@ class Program:
     logits: str = "logits"
     argmax: str = "argmax"
     engram: EngramHash | None = None
+    inputs: tuple[str, ...] = ()
+    reports: tuple[str, ...] = ()
+    draft: DraftFacts | None = None
 
     @property
     def hidden(self) -> View | None:
@@ -329,7 +338,7 @@ class Program:
         return None
 
     def __post_init__(self) -> None:
-        written: set[str] = set()
+        written: set[str] = set(self.inputs)
         for op in self.ops:
             for view, writes in op_views(op):
                 buffer = self.buffers[view.buffer]

@@ -1,6 +1,6 @@
 """The reference executor: runs a program op by op in NumPy, in float32 or float64, on dequantised weights.
 
-Owns the reference's buffers and weight cache. What each op means is in `reference_ops` and `reference_deepseek4`; what
+Owns the reference's buffers. What each op means is in `reference_ops` and `reference_deepseek4`; what
 states are, in `states` and `slot_states`; what a step is, in `executor`. It is exact and slow, meant for tests,
 for quant types without a kernel and for reading.
 """
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from bloomery.runtime.dequantised_weights import DequantisedWeights
 from bloomery.runtime.engram_hash import NO_TOKEN
 from bloomery.runtime.errors import StepAborted
 from bloomery.runtime.executor import StateSnapshot, StepResult, StepRows
@@ -33,6 +33,7 @@ from bloomery.runtime.ops_deepseek4 import (
     UnitNorm,
     WindowAttention,
 )
+from bloomery.runtime.ops_drafts import StreamMean, TokenChain
 from bloomery.runtime.program import (
     Add,
     Argmax,
@@ -66,6 +67,7 @@ from bloomery.runtime.reference_deepseek4 import (
     pool_group,
     sink_attention,
     softplus_route,
+    stream_mean,
     unit_norm,
 )
 from bloomery.runtime.reference_ops import (
@@ -84,44 +86,6 @@ from bloomery.runtime.slot_states import SlotStates
 
 CACHE_TYPES: dict[str, type[np.floating[Any]]] = {"f16": np.float16, "f32": np.float32, "f64": np.float64}
 MAX_LOGITS_BYTES = 64 << 20
-
-
-class DequantisedWeights:
-    """Weights of a program as float arrays, dequantised when first used; the least recently used go when more than
-    `limit` bytes are held. Matrices of an expert tensor are separate entries."""
-
-    def __init__(self, program: Program, dtype: DTypeLike, limit: int) -> None:
-        self._tensors = program.weights
-        self._dtype = np.dtype(dtype)
-        self._limit = limit
-        self._held: OrderedDict[tuple[str, int], Floats] = OrderedDict()
-        self._bytes = 0
-
-    def __getitem__(self, name: str) -> Floats:
-        """The whole tensor, shape reversed."""
-        return self._get(name, -1)
-
-    def expert(self, name: str, index: int) -> Floats:
-        """Matrix `index` of a three-dimensional tensor: (outputs, inputs)."""
-        return self._get(name, index)
-
-    def embedding(self, name: str, rows: NDArray[np.int32]) -> Floats:
-        """Rows of a matrix, dequantised anew each time."""
-        return self._tensors[name].dequantise_rows(rows, self._dtype)
-
-    def _get(self, name: str, index: int) -> Floats:
-        key = (name, index)
-        if key in self._held:
-            self._held.move_to_end(key)
-            return self._held[key]
-        tensor = self._tensors[name] if index < 0 else self._tensors[name].expert(index)
-        array = tensor.dequantise(self._dtype)
-        self._held[key] = array
-        self._bytes += array.nbytes
-        while self._bytes > self._limit and len(self._held) > 1:
-            _, dropped = self._held.popitem(last=False)
-            self._bytes -= dropped.nbytes
-        return array
 
 
 class ReferenceExecutor:
@@ -185,6 +149,8 @@ class ReferenceExecutor:
         started = time.perf_counter()
         with self._lock:
             self._running, self._aborted = True, False
+        for name in self.program.inputs:
+            self._buffers[name] = np.array(rows.inputs[name], self.dtype)
         try:
             for op in self.program.ops:
                 if self._aborted:
@@ -199,7 +165,8 @@ class ReferenceExecutor:
         view = self.program.hidden
         hidden = None if view is None else self._buffers[view.buffer][:, view.start : view.end]
         rows_made_of = None if hidden is None else hidden.astype(np.float32, copy=False)
-        return StepResult(logits, self._buffers[self.program.argmax][:, 0], seconds, rows_made_of)
+        reports = {name: self._buffers[name].astype(np.float32, copy=False) for name in self.program.reports}
+        return StepResult(logits, self._buffers[self.program.argmax][:, 0], seconds, rows_made_of, reports)
 
     def abort(self) -> None:
         with self._lock:
@@ -270,14 +237,15 @@ class ReferenceExecutor:
             case HeadMatMul():
                 write(op.out, head_matmul(read(op.x), weights[op.weight]))
             case Rope():
-                positions = rows.positions - np.int32(op.behind)
+                positions = self._places(op.x, rows)[1] - np.int32(op.behind)
                 write(op.out, rope(read(op.x), positions, op.frequencies, op.magnitude, op.pairs))
             case CopyHeads():
                 x = read(op.x)
                 write(op.out, np.broadcast_to(x, (len(x), op.out.count, op.out.width)))
             case CacheWrite():
-                at = self._slot_states.rows(op.state, rows.positions)
-                self._states[op.state][rows.slots, at, op.start : op.start + op.x.elements] = flat(op.x)
+                slots, positions = self._places(op.x, rows)
+                at = self._slot_states.rows(op.state, positions)
+                self._states[op.state][slots, at, op.start : op.start + op.x.elements] = flat(op.x)
             case Attention():
                 write(op.out, self._attend(op, rows))
             case Router():
@@ -376,8 +344,32 @@ class ReferenceExecutor:
                 )
                 write(op.ids, ids)
                 write(op.mix, mix)
+            case StreamMean():
+                write(op.out, stream_mean(read(op.streams)))
+            case TokenChain():
+                self._chain(op, rows)
             case _:
                 raise NotImplementedError(f"op {op.name}: the reference does not know {type(op).__name__}")
+
+    def _places(self, view: View, rows: StepRows) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """(slots, positions) of the rows of a view's buffer."""
+        if self.program.buffers[view.buffer].rows == "step":
+            return rows.slots, rows.positions
+        return rows.slots[rows.out_rows], rows.positions[rows.out_rows]
+
+    def _chain(self, op: TokenChain, rows: StepRows) -> None:
+        """The rows of all blocks, one after the other."""
+        slots, tokens, weight = rows.slots[rows.out_rows], rows.tokens[rows.out_rows], self._weights[op.weight]
+        base, chosen = self._flat(op.base), np.empty((len(slots), 1), np.int32)
+        logits, previous = np.empty_like(base), np.empty((len(slots), op.previous.width), self.dtype)
+        for o in range(len(slots)):
+            first = o == 0 or slots[o] != slots[o - 1]
+            before = tokens[o : o + 1] if first else chosen[o - 1]
+            previous[o] = self._weights.embedding(op.embedding, before)[0]
+            logits[o] = base[o] + weight @ previous[o]
+            chosen[o] = argmax(logits[o : o + 1])
+        for view, value in ((op.logits, logits), (op.previous, previous), (op.out, chosen)):
+            self._write(view, value)
 
     def _logical(self, state: str, slot: int, first: int, end: int) -> NDArray[Any]:
         """Rows first..end-1 of a slot's state."""
@@ -434,8 +426,13 @@ class ReferenceExecutor:
         q, sinks = self.read(op.q), self._weights[op.sinks]
         chosen = self._flat(op.chosen) if op.chosen else None
         out = np.empty_like(q)
-        for r, (slot, position) in enumerate(zip(rows.slots, rows.positions, strict=True)):
-            keys = self._logical(op.window, slot, max(0, position - op.span + 1), position + 1)
+        slots, positions = self._places(op.q, rows)
+        for r, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+            first, last = position - op.span + 1, position
+            if op.block:
+                mine = positions[slots == slot]
+                first, last = mine[0] - op.span, mine[-1]
+            keys = self._logical(op.window, slot, max(0, first), last + 1)
             if op.groups:
                 visible = (position + 1) // op.ratio
                 numbers = np.arange(visible) if chosen is None else chosen[r][chosen[r] >= 0]

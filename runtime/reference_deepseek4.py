@@ -68,6 +68,14 @@ def hyper_post(y: Floats, streams: Floats, post: Floats, mixing: Floats) -> Floa
     return np.asarray(post[:, :, None] * y[:, None, :] + np.einsum("rji,rjd->rid", mixing, streams))
 
 
+def stream_mean(streams: Floats) -> Floats:
+    """(R, D): the copies of streams (R, C, D) added in order, times 1/C."""
+    total = streams[:, 0]
+    for copy in range(1, streams.shape[1]):
+        total = total + streams[:, copy]
+    return np.asarray(total * streams.dtype.type(1.0 / streams.shape[1]))
+
+
 # -- engram -----------------------------------------------------------------------------------------------------------
 def engram_gate(streams: Floats, keys: Floats, key_weight: Floats, query_weight: Floats, epsilon: float) -> Floats:
     """(R, C): how much of the value each copy takes, for streams and keys (R, C, D) and weights (C, D)."""

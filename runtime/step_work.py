@@ -13,6 +13,7 @@ from typing import Final, TypeAlias
 
 from bloomery.runtime.model_file import Tensor
 from bloomery.runtime.ops_deepseek4 import IndexRows, SoftplusRouter, TableRows, WindowAttention
+from bloomery.runtime.ops_drafts import TokenChain
 from bloomery.runtime.program import (
     Argmax,
     Attention,
@@ -49,6 +50,7 @@ _KINDS: Final[Mapping[type[Op], Kind]] = {
     Rope: "rope",
     CacheWrite: "cache write",
     Argmax: "argmax",
+    TokenChain: HEAD,
 }
 
 
@@ -123,6 +125,10 @@ def _op_work(program: Program, op: Op, rows: int, position: int, cache_bytes: in
         visible = (position + 1) // op.ratio
         operations = 2.0 * rows * visible * op.q.elements  # of the last row; earlier ones see a few less
         return Work(0.0, visible * program.states[op.keys].width * cache_bytes, operations)
+    if isinstance(op, TokenChain):
+        table, weight = (program.weights[name] for name in (op.embedding, op.weight))
+        rows_read = rows * table.quant_type.row_bytes(table.shape[0])
+        return Work(rows_read + op.block * weight.nbytes, 0.0, 2.0 * op.block * rows * _elements(weight))
     if isinstance(op, MatMul | HeadMatMul):
         return Work(nbytes, 0.0, 2.0 * rows * elements)
     return Work(nbytes)

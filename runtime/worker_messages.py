@@ -29,7 +29,8 @@ class WorkerStart:
 
     `owner` is the coordinator's name for files (`runtime_files`), `parent` its pid. `cpu` is the logical CPU to be
     pinned to. `spins`, `idle_ns` and `deadline_ns` are how long to spin at a barrier (pauses), to watch for the next
-    step and to wait for another rank. `workload` is `module:function` of what makes the stages.
+    step and to wait for another rank. `workload` is `module:function` of what makes the stages. `taps` and `target` are
+    `architectures.load_program`'s.
     """
 
     rank: int
@@ -38,6 +39,8 @@ class WorkerStart:
     owner: str
     parent: int
     model: str
+    taps: tuple[int, ...]
+    target: str
     shape: ArenaShape
     cpu: int
     spins: int
@@ -52,7 +55,7 @@ class WorkerStart:
     @classmethod
     def from_json(cls, text: str) -> Self:
         fields = json.loads(text)
-        return cls(**{**fields, "shape": ArenaShape(**fields["shape"])})
+        return cls(**{**fields, "shape": ArenaShape(**fields["shape"]), "taps": tuple(fields["taps"])})
 
     @property
     def identity(self) -> bytes:

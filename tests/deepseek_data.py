@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 from oracle_data import DATA, HERE
 from running import rows_of
 
-from bloomery.runtime.architectures import build_program
+from bloomery.runtime.architectures import build_draft, build_program
+from bloomery.runtime.dequantised_weights import DequantisedWeights
 from bloomery.runtime.executor import StepRows
 from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.program import Op, Program, op_views
-from bloomery.runtime.reference import DequantisedWeights, ReferenceExecutor
+from bloomery.runtime.reference import ReferenceExecutor
 
 FIGURES = DATA / "deepseek41"
 
@@ -56,6 +57,29 @@ def tiny41(variant: Literal["a", "dense", "b"], kind: Literal["mix", "f32"] = "m
     with contextlib.redirect_stdout(io.StringIO()):
         kit.write(str(path), kit.make_tensors(), kind == "f32")
     return path
+
+
+@cache
+def tiny_draft(kind: Literal["mix", "f32"] = "mix") -> Path:
+    """A block draft for variant `a`; `mix` has the quant types of the published draft."""
+    kit = _kit("make_tiny_deepseek41")
+    vars(kit).update(kit.VARIANTS["draft"])
+    path = _work() / f"tiny-deepseek41-draft-{kind}.gguf"
+    with contextlib.redirect_stdout(io.StringIO()):
+        kit.write(str(path), kit.make_draft(), kind == "f32", draft=True)
+    return path
+
+
+@cache
+def draft_program(kind: Literal["mix", "f32"] = "mix") -> Program:
+    """Of the draft, with the head and embedding of variant `a`."""
+    return build_draft(ModelFile.open(tiny_draft(kind)), ModelFile.open(tiny41("a", kind)))
+
+
+@cache
+def tapped_program(kind: Literal["mix", "f32"] = "mix") -> Program:
+    """Of variant `a`, which reports what the draft reads."""
+    return build_program(ModelFile.open(tiny41("a", kind)), (6, 7, 8))
 
 
 @cache

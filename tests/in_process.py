@@ -112,6 +112,8 @@ class InProcessExecutor:
     def step(self, rows: StepRows) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
         """Logits (O, V) and greedy tokens (O), copied."""
         words = step_words(rows)
+        for name, values in rows.inputs.items():
+            self.buffers[name][: len(values), : values.shape[1]] = values
         for stage in self.stages:
             run_kernel(stage.kernel, stage.arguments, words, self.ranks)
         count = len(rows.out_rows)

@@ -1,71 +1,22 @@
-"""What the loader of `deepseek41` and `deepseek4` must refuse, by the name of the key or tensor, and what it accepts.
-
-Files are opened once; each case edits metadata and tensors in memory.
-"""
+"""What the loader of `deepseek41` and `deepseek4` must refuse, by name of key or tensor, and what it accepts."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 from deepseek_data import tiny4, tiny41
+from edited_model import DROP, Edit, like, opened, plain
 from running import rows_of
 
-from bloomery.runtime.architectures import build_program
 from bloomery.runtime.errors import ModelFileError
-from bloomery.runtime.model_file import ModelFile, Tensor
 from bloomery.runtime.ops_deepseek4 import IndexRows, WindowAttention
 from bloomery.runtime.program import MatMul, Program, RoutedExperts, op_views, op_weights
 from bloomery.runtime.quant_types import QuantType
 from bloomery.runtime.reference import ReferenceExecutor
-
-KEY, TENSOR, DROP = "key", "tensor", object()
-
-
-@cache
-def opened(path: Path) -> ModelFile:
-    return ModelFile.open(path)
-
-
-def plain(name: str, array: Any) -> Tensor:
-    """A tensor that no file holds: F32, or I32 for whole numbers."""
-    values = np.asarray(array)
-    kind = QuantType.named("I32" if values.dtype.kind == "i" else "F32")
-    data = np.frombuffer(values.astype(np.int32 if kind.name == "I32" else np.float32).tobytes(), np.uint8)
-    return Tensor(name, values.shape[::-1], kind, data, Path("edited.gguf"), 0)
-
-
-class Edit:
-    """A model file with changes: `keys` without the architecture's prefix, `tensors` by full name; DROP removes."""
-
-    def __init__(self, path: Path, keys: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None) -> None:
-        base = opened(path)
-        metadata, held = dict(base.metadata), dict(base.tensors)
-        for name, value in (keys or {}).items():
-            full = name if name.startswith(("general.", "tokenizer.")) else f"{base.architecture}.{name}"
-            metadata[full] = value
-            if value is DROP:
-                del metadata[full]
-        for name, tensor in (tensors or {}).items():
-            held[name] = tensor(held) if callable(tensor) else tensor
-            if tensor is DROP:
-                del held[name]
-        self.model = ModelFile(base._containers, held)
-        vars(self.model)["metadata"] = MappingProxyType(metadata)
-
-    def build(self) -> Program:
-        return build_program(self.model)
-
-
-def like(name: str, **changes: Any) -> Callable[[dict[str, Tensor]], Tensor]:
-    """A tensor of the file with other attributes."""
-    return lambda held: dataclasses.replace(held[name], **changes)
 
 
 def array(path: Path, key: str) -> np.ndarray:

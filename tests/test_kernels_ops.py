@@ -109,13 +109,13 @@ def test_rope(pairs: Literal["halves", "neighbours"], count: int) -> None:
     stride = aligned(8 * count)
     table, out = aligned_bytes(4 * stride).view(np.float32), np.empty_like(x)
     step, _alive = step_of(4, positions=positions)
-    table_words = [table.ctypes.data, stride, count, bits(1.25), 0, *map(bits, frequencies)]
+    table_words = [table.ctypes.data, stride, count, bits(1.25), 0, 0, *map(bits, frequencies)]
     same_for_all_ranks("rope_table", table_words, step, table)
     words = [table.ctypes.data, stride, count, heads, width]
     exact = rope(x.astype(np.float64).reshape(4, heads, width), positions, frequencies, 1.25, pairs)
-    made = same_for_all_ranks(f"rope_{pairs}", [*words, *place(x, 0, width), *place(out, 0, width)], step, out)
+    made = same_for_all_ranks(f"rope_{pairs}", [*words, *place(x, 0, width), *place(out, 0, width), 0], step, out)
     np.testing.assert_allclose(made.reshape(exact.shape), exact, rtol=0, atol=1e-6)
-    run_kernel(f"rope_{pairs}", [*words, *place(x, 0, width), *place(x, 0, width)], step, 2)  # in place
+    run_kernel(f"rope_{pairs}", [*words, *place(x, 0, width), *place(x, 0, width), 0], step, 2)  # in place
     np.testing.assert_array_equal(x, made)
 
 
@@ -127,7 +127,7 @@ def test_cache_write(cache_type: str) -> None:
     cache = np.zeros((2, 6, 31), kind)
     step, _alive = step_of(5, slots=[0, 1, 1, 0, 1], positions=[5, 0, 1, 2, 2])
     element = cache.itemsize
-    words = [*place(x, 3)[:2], 2, 11, 4 * 17, cache.ctypes.data + 4 * element, *cache.strides[:2], 6, 1]
+    words = [*place(x, 3)[:2], 2, 11, 4 * 17, cache.ctypes.data + 4 * element, *cache.strides[:2], 6, 1, 0]
     made = same_for_all_ranks(f"cache_write_{cache_type}", words, step, cache)
     expected = np.full_like(cache, -77)
     for row, (slot, position) in enumerate(zip([0, 1, 1, 0, 1], [5, 0, 1, 2, 2])):

@@ -52,6 +52,8 @@ _SINGLE: Final = {
     "pool_write": ("compressor", "pool_write"),
     "pool_rows": ("compressor", "pool_rows"),
     "router_softplus": ("softplus_router", "router_softplus"),
+    "stream_mean": ("drafts", "stream_mean"),
+    "chain_tokens": ("drafts", "chain_tokens"),
 }
 _VARIANTS: Final = {
     "matmul_": WEIGHT_TYPES,

@@ -15,7 +15,7 @@ from typing import Any, Final
 from numba import types
 
 from bloomery.cpu_experts.kernels.elementwise import copy_run
-from bloomery.cpu_experts.kernels.work import share_end, share_start
+from bloomery.cpu_experts.kernels.work import share_end, share_start, step_row
 from bloomery.cpu_experts.simd import (
     Emitter,
     Value,
@@ -30,7 +30,9 @@ from bloomery.cpu_experts.simd import (
 )
 
 _INT = types.int64
-ROPE_TABLE_HEAD: Final = 5  # table, table row stride, pairs, magnitude, behind; then the frequencies (float64)
+ROPE_TABLE_HEAD: Final = 6
+# Arguments of rope_table: table, table row stride, pairs, magnitude, behind, rows (index of the step's row count); then
+# the frequencies (float64).
 
 
 @emits(f64x8)
@@ -129,12 +131,14 @@ def rope_table() -> Callable[[int, int, int, int], None]:
     magnitude."""
 
     def kernel(args: int, rank: int, ranks: int, step: int) -> None:
-        rows, positions = argument(step, 0), argument(step, 4)
+        kind, positions = argument(args, 5), argument(step, 4)
+        rows = argument(step, kind)
         pairs, magnitude, behind = argument(args, 2), float_argument(args, 3), argument(args, 4)
         for unit in range(share_start(rows * pairs, rank, ranks), share_end(rows * pairs, rank, ranks)):
             row = unit // pairs
             pair = unit - row * pairs
-            angle = float(load_i32(positions + 4 * row) - behind) * float_argument(args, ROPE_TABLE_HEAD + pair)
+            position = load_i32(positions + 4 * step_row(step, kind, row)) - behind
+            angle = float(position) * float_argument(args, ROPE_TABLE_HEAD + pair)
             at = argument(args, 0) + row * argument(args, 1) + 4 * pair
             store_f32(at, math.cos(angle) * magnitude)
             store_f32(at + 4 * pairs, math.sin(angle) * magnitude)
@@ -176,12 +180,12 @@ def _neighbours_8(s: Emitter, x: Value, out: Value, distance: Value, table: Valu
 
 def rope(pairs_kind: str) -> Callable[[int, int, int, int], None]:
     """Kernel `rope_halves` or `rope_neighbours`: table, table row stride, pairs, heads, width, x, x row stride, x head
-    stride, out, out row stride, out head stride."""
+    stride, out, out row stride, out head stride, rows (index of the step's row count)."""
     rotate = _halves_8 if pairs_kind == "halves" else _neighbours_8
     pair_bytes = 4 if pairs_kind == "halves" else 8
 
     def kernel(args: int, rank: int, ranks: int, step: int) -> None:
-        rows, pairs, heads = argument(step, 0), argument(args, 2), argument(args, 3)
+        rows, pairs, heads = argument(step, argument(args, 11)), argument(args, 2), argument(args, 3)
         rest = argument(args, 4) - 2 * pairs
         for unit in range(share_start(rows * heads, rank, ranks), share_end(rows * heads, rank, ranks)):
             row = unit // heads

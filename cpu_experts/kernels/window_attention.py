@@ -18,7 +18,7 @@ from numba import types
 from bloomery.cpu_experts.kernels.float_dots import f32x64, load_float, load_floats, no_lanes
 from bloomery.cpu_experts.kernels.hyper import exp_1
 from bloomery.cpu_experts.kernels.key_dots import key_dots
-from bloomery.cpu_experts.kernels.work import share_end, share_start
+from bloomery.cpu_experts.kernels.work import share_end, share_start, step_row
 from bloomery.cpu_experts.simd import (
     Emitter,
     Value,
@@ -37,8 +37,9 @@ from bloomery.cpu_experts.simd import (
 _INT = types.int64
 # Arguments: heads, width, scale, q, row stride, head stride, out, row stride, head stride, window, slot stride, row
 # stride, rows of a slot, span, groups or 0, slot stride, row stride, chosen or 0, row stride, greatest number chosen,
-# ratio, sinks, scratch, bytes of a scratch area, keys that it has room for.
-WINDOW_WORDS: Final = 25
+# ratio, sinks, scratch, bytes of a scratch area, keys that it has room for, rows (index of the step's row count), 1 if
+# the wanted rows of a slot are a block that sees itself.
+WINDOW_WORDS: Final = 27
 
 
 @emits(types.void, _INT, _INT)
@@ -49,11 +50,20 @@ def _store_i64(s: Emitter, address: Value, value: Value) -> None:
 @compiled
 def _list_keys(args: int, row: int, step: int, keys: int) -> int:
     """Writes the addresses of a row's keys at `keys`; returns how many there are."""
-    slot, position = load_i32(argument(step, 3) + 4 * row), load_i32(argument(step, 4) + 4 * row)
+    at = 4 * step_row(step, argument(args, 25), row)
+    slot, position = load_i32(argument(step, 3) + at), load_i32(argument(step, 4) + at)
     window = argument(args, 9) + slot * argument(args, 10)
     in_slot = argument(args, 12)
     count = 0
-    for each in range(max(0, position - argument(args, 13) + 1), position + 1):
+    first, last = position - argument(args, 13) + 1, position
+    if argument(args, 26) != 0:
+        first = position
+        for other in range(argument(step, 1)):
+            at = 4 * step_row(step, 1, other)
+            if load_i32(argument(step, 3) + at) == slot:
+                first, last = min(first, load_i32(argument(step, 4) + at)), max(last, load_i32(argument(step, 4) + at))
+        first -= argument(args, 13)
+    for each in range(max(0, first), last + 1):
         _store_i64(keys + 8 * count, window + (each - each // in_slot * in_slot) * argument(args, 11))
         count += 1
     if argument(args, 14) != 0:
@@ -205,7 +215,7 @@ def window_attention(cache_type: str) -> Callable[[int, int, int, int], None]:
             column += 1
 
     def kernel(args: int, rank: int, ranks: int, step: int) -> None:
-        rows, heads = argument(step, 0), argument(args, 0)
+        rows, heads = argument(step, argument(args, 25)), argument(args, 0)
         keys = argument(args, 22) + rank * argument(args, 23)
         scores = keys + 8 * argument(args, 24)
         listed, seen = -1, 0

@@ -12,6 +12,7 @@ from typing import Literal
 from bloomery.runtime.engram_hash import EngramHash
 from bloomery.runtime.errors import ModelFileError
 from bloomery.runtime.model_file import ModelFile, Tensor
+from bloomery.runtime.ops_drafts import DraftFacts
 from bloomery.runtime.program import (
     Add,
     Argmax,
@@ -43,6 +44,7 @@ class ProgramBuilder:
         self._buffers: dict[str, Buffer] = {}
         self._states: dict[str, CacheState] = {}
         self._weights: dict[str, Tensor] = {}
+        self._borrowed: set[str] = set()
         self._ops: list[Op] = []
 
     # -- names ------------------------------------------------------------------------------------------------------
@@ -96,6 +98,12 @@ class ProgramBuilder:
 
     def op_name(self, role: str) -> str:
         return f"{self.prefix}{role}"
+
+    def borrow(self, lender: ModelFile, name: str, shape: _Shape) -> str:
+        """A tensor of another file, which must have it with this shape."""
+        self._weights[name] = lender.tensor(name, shape)
+        self._borrowed.add(name)
+        return name
 
     # -- ops that every architecture emits --------------------------------------------------------------------------
     def embed(self, width: int, vocabulary: int) -> View:
@@ -159,11 +167,14 @@ class ProgramBuilder:
         layers: int,
         read_elsewhere: Iterable[str] = (),
         engram: EngramHash | None = None,
+        inputs: tuple[str, ...] = (),
+        reports: tuple[str, ...] = (),
+        draft: DraftFacts | None = None,
     ) -> Program:
         """The program. Tensors of the file that no op reads are an error: they would be a variant of the architecture
         that these ops do not compute. `read_elsewhere` names those that building used up, or that are rightly left.
         """
-        known = self._weights.keys() | set(read_elsewhere)
+        known = self._weights.keys() - self._borrowed | set(read_elsewhere)
         unknown = [name for name in self.model.tensors if name not in known]
         if unknown:
             raise ModelFileError(
@@ -183,6 +194,9 @@ class ProgramBuilder:
             logits="logits.out",
             argmax="argmax.out",
             engram=engram,
+            inputs=inputs,
+            reports=reports,
+            draft=draft,
         )
 
 

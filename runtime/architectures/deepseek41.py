@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from bloomery.runtime.architectures.builder import ProgramBuilder, heads
 from bloomery.runtime.architectures.deepseek4_hyper import Deepseek4Hyper, check_same_type, read_hyper
 from bloomery.runtime.architectures.deepseek4_layers import (
+    FEATURES,
     Candidates,
     Compressor,
     Product,
@@ -27,6 +28,7 @@ from bloomery.runtime.architectures.deepseek4_layers import (
     mixture,
     spread,
     start_streams,
+    tap,
     turn,
     write_window,
 )
@@ -58,7 +60,8 @@ class Role:
     list_of: int
 
 
-def build(model: ModelFile) -> Program:
+def build(model: ModelFile, taps: tuple[int, ...] = ()) -> Program:
+    """`taps`: the layers, ascending, of whose entering copies the program reports the means, for a draft."""
     h = read_hyper(model)
     if h.hash_layers:
         raise refuse(model, "hash_layer_count", h.hash_layers, "0")
@@ -75,6 +78,7 @@ def build(model: ModelFile) -> Program:
         b.layer(layer)
         if engram and layer in tables:
             remember(b, engram, tables[layer], streams)
+        tap(b, streams, layer, taps)
         attn = mix(b, h.connections, "attn", streams)
         # before the first sublayer there is no mix: copy 0 stands for all, which are equal but for an engram
         x = collapse(b, "attn", streams, pre) if pre else View(streams.buffer, streams.start, streams.width)
@@ -99,6 +103,7 @@ def build(model: ModelFile) -> Program:
         layers=h.trunk.layers,
         read_elsewhere=[name for name in model.tensors if name.endswith(".exp_probs_b_vl.bias")],
         engram=engram,
+        reports=(FEATURES,) if taps else (),
     )
 
 

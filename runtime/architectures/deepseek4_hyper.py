@@ -6,7 +6,7 @@ Knows metadata and the types of vectors; which layer has which role, and ops, ar
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -86,7 +86,8 @@ class SparseMixture:
 
 @dataclass(frozen=True)
 class Deepseek4Hyper:
-    """ratios: positions that a compressed row stands for, of each layer; 0 for layers with a window only."""
+    """ratios: positions that a compressed row stands for, of each layer; 0 for layers with a window only. A draft has
+    windows only: its indexer is NO_INDEXER."""
 
     trunk: Trunk
     connections: HyperConnections
@@ -122,6 +123,38 @@ def read_hyper(model: ModelFile) -> Deepseek4Hyper:
     )
 
 
+NO_INDEXER = Indexer(heads=0, width=0, keep=0)
+
+
+def read_draft_hyper(model: ModelFile, target: Trunk) -> Deepseek4Hyper:
+    """Of a draft (architecture `dflash`) for a target with this trunk: windows only, plain rope, no hash layers. What
+    the file does not state is the target's."""
+    layers = positive(model, "block_count")
+    width = positive(model, "embedding_length")
+    if width != target.width:
+        raise refuse(model, "embedding_length", width, f"the target's, {target.width}")
+    epsilon = model.hyper("attention.layer_norm_rms_epsilon", float)
+    if not 0.0 < epsilon < 1.0:
+        raise refuse(model, "attention.layer_norm_rms_epsilon", epsilon, "a small positive number")
+    stated = model.metadata.get(f"{model.architecture}.attention.compress_ratios")
+    if stated is not None and (not isinstance(stated, np.ndarray) or stated.size < layers or stated.any()):
+        raise refuse(model, "attention.compress_ratios", stated, f"{layers} zeros: a draft has windows only")
+    if hash_layers := model.hyper("hash_layer_count", int, 0):
+        raise refuse(model, "hash_layer_count", hash_layers, "0")
+    if (kind := model.hyper("rope.scaling.type", str, "none")) != "none":
+        raise refuse(model, "rope.scaling.type", kind, "none: a draft has plain rope")
+    check_vectors(model, ("conf_proj.weight",))
+    return Deepseek4Hyper(
+        trunk=replace(target, width=width, layers=layers, epsilon=epsilon),
+        connections=_read_connections(model),
+        attention=_read_attention(model, NO_INDEXER),
+        indexer=NO_INDEXER,
+        mixture=_read_mixture(model, layers),
+        ratios=(0,) * layers,
+        hash_layers=0,
+    )
+
+
 def _read_connections(model: ModelFile) -> HyperConnections:
     copies = positive(model, "hyper_connection.count")
     epsilon = model.hyper("hyper_connection.epsilon", float)
@@ -141,11 +174,14 @@ def _read_attention(model: ModelFile, indexer: Indexer) -> SparseAttention:
             raise refuse(model, name, positive(model, name), f"{expected}: one latent is key and value of all heads")
     if heads % groups:
         raise refuse(model, "attention.output_group_count", groups, f"a divisor of attention.head_count, {heads}")
-    most = min(width, indexer.width, MOST_DIMENSIONS)
+    indexed = indexer is not NO_INDEXER
+    most = min(width, indexer.width if indexed else width, MOST_DIMENSIONS)
     if rotated % 2 or rotated > most:
-        expected_text = f"an even number up to attention.key_length and attention.indexer.key_length, {most}"
+        widths = "attention.key_length and attention.indexer.key_length" if indexed else "attention.key_length"
+        expected_text = f"an even number up to {widths}, {most}"
         raise refuse(model, "rope.dimension_count", rotated, expected_text)
     base = _rope_base(model, "rope.freq_base")
+    plain = tuple(float(f) for f in base ** (-2.0 * np.arange(rotated // 2) / rotated))
     return SparseAttention(
         heads=heads,
         width=width,
@@ -154,8 +190,8 @@ def _read_attention(model: ModelFile, indexer: Indexer) -> SparseAttention:
         groups=groups,
         group_rank=positive(model, "attention.output_lora_rank"),
         window=positive(model, "attention.sliding_window"),
-        plain=tuple(float(f) for f in base ** (-2.0 * np.arange(rotated // 2) / rotated)),
-        compressed=_compressed_frequencies(model, rotated),
+        plain=plain,
+        compressed=_compressed_frequencies(model, rotated) if indexed else plain,
     )
 
 
@@ -238,10 +274,12 @@ def _read_ratios(model: ModelFile, layers: int) -> tuple[int, ...]:
     return ratios
 
 
-def check_vectors(model: ModelFile) -> None:
-    """One-dimensional tensors are F32 (that they are finite was checked when the file was opened)."""
+def check_vectors(model: ModelFile, besides: tuple[str, ...] = ()) -> None:
+    """One-dimensional tensors are F32 (that they are finite was checked when the file was opened). `besides` names
+    matrices of one row."""
     for tensor in model.tensors.values():
-        if sum(length > 1 for length in tensor.shape[1:]) == 0 and tensor.quant_type.name != "F32":
+        vector = sum(length > 1 for length in tensor.shape[1:]) == 0 and tensor.name not in besides
+        if vector and tensor.quant_type.name != "F32":
             raise _wrong_type(tensor, "F32")
 
 

@@ -27,11 +27,15 @@ from bloomery.runtime.ops_deepseek4 import (
     SoftplusRouter,
     WindowAttention,
 )
+from bloomery.runtime.ops_drafts import StreamMean
 from bloomery.runtime.program import Add, CacheWrite, CopyHeads, HeadMatMul, MatMul, Rope, RoutedExperts
 from bloomery.runtime.states import GroupState, RingState
 from bloomery.runtime.views import View
 
 Product = tuple[str, View]
+
+FEATURES = "features"
+"""The buffer in which a target leaves for its draft what that reads of each row."""
 
 
 # -- hyper-connections ------------------------------------------------------------------------------------------------
@@ -46,8 +50,12 @@ class Mix:
 
 def start_streams(b: ProgramBuilder, h: Deepseek4Hyper) -> View:
     """Every copy of the residual starts as the token's embedding."""
+    return start_from(b, h, b.embed(h.trunk.width, h.trunk.vocabulary))
+
+
+def start_from(b: ProgramBuilder, h: Deepseek4Hyper, hidden: View) -> View:
+    """Every copy of the residual starts as `hidden`."""
     copies, width = h.connections.copies, h.trunk.width
-    hidden = b.embed(width, h.trunk.vocabulary)
     streams = heads(b.buffer("streams", copies * width), copies, width)
     b.emit(CopyHeads("start_streams", hidden, streams))
     return streams
@@ -75,6 +83,14 @@ def collapse(b: ProgramBuilder, role: str, streams: View, pre: View) -> View:
     out = b.buffer("collapsed", streams.width)
     b.emit(HyperCollapse(b.op_name(f"{role}_collapse"), streams, pre, out))
     return out
+
+
+def tap(b: ProgramBuilder, streams: View, layer: int, taps: tuple[int, ...]) -> None:
+    """Leaves the mean of the copies that enter a layer for a draft, if it is one of those that the draft reads."""
+    if layer in taps:
+        features = b.buffer(FEATURES, len(taps) * streams.width)
+        out = View(features.buffer, taps.index(layer) * streams.width, streams.width)
+        b.emit(StreamMean(b.op_name("tap"), streams, out))
 
 
 def spread(b: ProgramBuilder, part: str, y: View, streams: View, how: Mix) -> None:
@@ -207,13 +223,14 @@ def attend(
     groups: str | None = None,
     chosen: View | None = None,
     ratio: int = 1,
+    block: bool = False,
 ) -> View:
-    """Attention over window and group rows, turned back by the row's own angle (a turned key served as value), then
-    the output projection in two steps, the first group by group."""
+    """Attention over window and group rows (of a `block`: see WindowAttention), turned back by the row's own angle (a
+    turned key served as value), then the output projection in two steps, the first group by group."""
     attended = heads(b.buffer("attended", a.heads * a.width), a.heads, a.width)
     sinks = b.weight("attn_sinks", (a.heads,))
     name = b.op_name("attention")
-    b.emit(WindowAttention(name, q, attended, window, a.window, groups, chosen, ratio, sinks, a.scale))
+    b.emit(WindowAttention(name, q, attended, window, a.window, groups, chosen, ratio, sinks, a.scale, block))
     turn(b, "rope_back", attended, tuple(-f for f in frequencies))
     inputs = a.heads // a.groups * a.width
     grouped = b.buffer("grouped", a.groups * a.group_rank)
