@@ -116,12 +116,12 @@ class CardExecutor:
     def step(self, rows: StepRows) -> StepResult:
         """See StepExecutor. ValueError for rows that do not fit."""
         begun = time.perf_counter()
-        self._check(rows)
-        if self._lost:
-            raise WorkerLost(self._lost, "start the card executor anew")
-        with self._lock:
-            self._running, self._aborted = True, False
+        if not self._running:
+            self.announce()
         try:
+            self._check(rows)
+            if self._lost:
+                raise WorkerLost(self._lost, "start the card executor anew")
             with self.card.current(f"a step of {len(rows.tokens)} rows; BLOOMERY_CARD_SYNC=1 finds the op"):
                 self._run(rows)
         except WorkerLost as error:
@@ -136,6 +136,10 @@ class CardExecutor:
         self._seconds += seconds
         wanted = len(rows.out_rows)
         return StepResult(self._logits[:wanted], self._greedy[:wanted], seconds)
+
+    def announce(self) -> None:
+        with self._lock:
+            self._running, self._aborted = True, False
 
     def abort(self) -> None:
         with self._lock:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import signal
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import IO, NoReturn
@@ -74,6 +76,7 @@ def run_program(program: str, action: Callable[[], int]) -> int:
     went away (`| head`) ends quietly. Anything else is a defect of ours and keeps its traceback.
     """
     try:
+        _interrupt_by_exception()
         _require_streams()
         status = action()
         sys.stdout.flush()
@@ -99,6 +102,12 @@ def run_program(program: str, action: Callable[[], int]) -> int:
         where = f"{error.filename}: " if error.filename else ""
         print(f"{program}: {where}{error.strerror} -> {hint}", file=sys.stderr)
         return 1
+
+
+def _interrupt_by_exception() -> None:
+    """Ends what the package's `__init__` began."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _require_streams() -> None:

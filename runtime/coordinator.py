@@ -61,7 +61,8 @@ def run_daemon(
     progress: Progress = lambda stage, done, total: None,
     parent: int | None = None,
 ) -> int:
-    """Serves a model until SIGTERM, SIGINT or a shutdown call; returns the exit status 0. Call it in the main thread.
+    """Serves a model until SIGTERM, SIGINT or a shutdown call. Returns the exit status: 0, or 128 + the signal's number
+    if a signal from outside came before the daemon was ready. Call it in the main thread.
 
     `on_ready` gets endpoint, control, pid, model, plan, ctx, slots and more; `progress(stage, done, total)` is called
     while the model loads. `parent` is the process to end with, if `config.exit_with_parent` (default: os.getppid()).
@@ -81,6 +82,7 @@ def run_daemon(
             Daemon(config, stop, progress, stack).run(on_ready)
         except Stopped:
             log.info("stopped while loading")
+            return 128 + stop.signal if stop.signal else 0
     return 0
 
 
@@ -90,6 +92,8 @@ class StopSwitch:
     def __init__(self) -> None:
         self.pulled = threading.Event()
         self.pulls = 0
+        self.signal = 0  # the first that came from outside
+        self._own = False
         self._loading = False
         self._previous: dict[int, Any] = {}
 
@@ -105,6 +109,7 @@ class StopSwitch:
     def pull(self) -> None:
         """From any thread."""
         self.pulled.set()
+        self._own = True
         os.kill(os.getpid(), signal.SIGTERM)
 
     @contextlib.contextmanager
@@ -125,6 +130,8 @@ class StopSwitch:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.pulls += 1
         self.pulled.set()
+        if not self._own:
+            self.signal = self.signal or number
         if self._loading:
             self._loading = False  # a second signal must not interrupt the cleaning up after the first
             raise Stopped

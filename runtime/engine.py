@@ -353,6 +353,7 @@ class Engine:
                 if self._closed or all(sequence.interrupted for sequence in self._step_of):
                     self._step_of = ()
                     return None
+                self._executor.announce()  # an abort from here on is not lost
         try:
             return self._executor.step(rows)
         except StepAborted:
@@ -435,6 +436,7 @@ class Errand:
     def __init__(self, slot: Slot, work: Callable[[], dict[str, Any]]) -> None:
         self.slot, self._work = slot, work
         self.result: Future[dict[str, Any]] = Future()
+        self.result.set_running_or_notify_cancel()  # nobody can cancel it any more
 
     def run(self) -> None:
         try:

@@ -40,6 +40,11 @@ class EngramProcess:
         return self._group.any_dead()
 
     @property
+    def stopped(self) -> bool:
+        """Whether a signal keeps it from running."""
+        return bool(self._group.stopped())
+
+    @property
     def pid(self) -> int:
         return self._group.pids[0]
 

@@ -75,8 +75,11 @@ class StepExecutor(Protocol):
     def step(self, rows: StepRows) -> StepResult:
         """Runs one step to its end. Raises StepAborted after `abort`, WorkerLost if a worker died, hung or failed."""
 
+    def announce(self) -> None:
+        """The next call is `step`: from now on `abort` is meant for that step, also before it has begun."""
+
     def abort(self) -> None:
-        """Ends the running step at the next op boundary. Without a running step it does nothing."""
+        """Ends the running or announced step at the next op boundary. Without one it does nothing."""
 
     def continuable(self, slot: int) -> range:
         """The positions at which a step of this slot may begin, besides 0 (a new sequence): those that its last steps

@@ -8,6 +8,7 @@ it knows nothing.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import os
 import threading
@@ -26,6 +27,7 @@ from bloomery.runtime.futex import FutexWaiter
 from bloomery.runtime.program import Program
 from bloomery.runtime.slot_states import SlotStates
 from bloomery.runtime.step_record import ControlBlock, Status, StepRecord
+from bloomery.runtime.step_watch import StallWatch, StopWatch
 from bloomery.runtime.topology import Topology, default_processes
 from bloomery.runtime.worker_group import Progress, WorkerGroup
 from bloomery.runtime.worker_messages import EngramOptions, WorkerStart, lowered_of
@@ -37,6 +39,7 @@ LOGITS_BYTES = 64 << 20
 _WATCH_SECONDS = 0.05
 _STALL_SECONDS = 60.0
 _QUIET_SECONDS = 300.0
+_STOPPED = "; it is stopped (by SIGSTOP, or Ctrl-Z on its terminal)"
 _CLOSE_SECONDS = 2.0
 _BARRIER_SPINS = 512
 _IDLE_SPIN_NS = 2_000_000
@@ -182,18 +185,21 @@ class HostPool:
         """See StepExecutor. ValueError for rows that do not fit the pool (they would write outside their slot) and for
         a slot that cannot go on there."""
         begun = time.perf_counter()
-        self._check(rows)
-        with self._turn:
-            if not self._lost and self._any_dead():
-                self._lose([], "between steps")
-            self._refuse_if_lost()
-            self._states.reach.begin(rows)
-            self._record.write(rows)
-            for name, buffer in self._inputs.items():
-                buffer[: len(rows.tokens)] = rows.inputs[name]
-            self._run()
-            if self._engram:
-                self._engram.check(self._control.step)
+        try:
+            self._check(rows)
+            with self._turn:
+                if not self._lost and self._any_dead():
+                    self._lose([], "between steps")
+                self._refuse_if_lost()
+                self._states.reach.begin(rows)
+                self._record.write(rows)
+                for name, buffer in self._inputs.items():
+                    buffer[: len(rows.tokens)] = rows.inputs[name]
+                self._run()
+                if self._engram:
+                    self._engram.check(self._control.step)
+        finally:
+            self._running = 0  # also if the announced step has not come so far
         seconds = time.perf_counter() - begun
         self._counts["steps"] += 1
         self._counts["rows"] += len(rows.tokens)
@@ -204,6 +210,9 @@ class HostPool:
         counts = {"step": len(rows.tokens), "out": wanted}
         reports = {name: buffer[: counts[kind]] for name, (buffer, kind) in self._reports.items()}
         return StepResult(self._logits[:wanted], self._greedy[:wanted], seconds, hidden, reports)
+
+    def announce(self) -> None:
+        self._running = self._control.step + 1
 
     def abort(self) -> None:
         running = self._running
@@ -328,9 +337,12 @@ class HostPool:
             raise WorkerLost(self._lost, "the pool replaces its workers; send the request again")
 
     def _drill(self) -> None:
-        """A step without rows: proves that all ranks wake up, meet at their barriers and report."""
-        self._record.write_drill()
-        self._run()
+        """A step without rows: proves that all ranks wake up, meet at their barriers and report. An abort that was
+        meant for the step before it only makes another one necessary."""
+        while True:
+            self._record.write_drill()
+            with contextlib.suppress(StepAborted):
+                return self._run()
 
     def _run(self) -> None:
         """Runs the step that the record describes; returns when every rank has completed it."""
@@ -368,13 +380,15 @@ class HostPool:
             pass
 
     def _await_end(self, step: int) -> None:
-        watch = _StallWatch(self._stall_seconds)
+        watch, stops = StallWatch(self._stall_seconds), StopWatch(self._any_stopped)
         while (bell := self._control.bell) != step:
             self._waiter.wait(bell)
             if self._control.bell == step or self._finished(step):
                 return
             if self._any_dead():
                 self._lose([], f"in step {step}")
+            elif stops.found():
+                self._lose(self._group.stopped(), f"in step {step}", engram=self._engram_stopped, seconds=stops.seconds)
             elif watch.stalled(sum(self._control.progress(rank)[1] for rank in self._ranks)):
                 waits = self._engram is not None and self._engram.lags(step)  # then the ranks wait for its rows
                 self._lose([] if waits else self._laggards(step), f"in step {step}", engram=waits)
@@ -392,20 +406,31 @@ class HostPool:
     def _any_dead(self) -> bool:
         return self._group.any_dead() or (self._engram is not None and self._engram.dead)
 
-    def _lose(self, hung: list[int], when: str, *, engram: bool = False) -> None:
+    @property
+    def _engram_stopped(self) -> bool:
+        return self._engram is not None and self._engram.stopped
+
+    def _any_stopped(self) -> bool:
+        """Whether a signal has stopped a process that the step may have to wait for: nothing will happen until another
+        one makes it go on."""
+        return self._engram_stopped or bool(self._group.stopped())
+
+    def _lose(self, hung: list[int], when: str, *, engram: bool = False, seconds: float | None = None) -> None:
         """Lets the survivors leave the running step, kills what hangs (ranks, or the engram I/O process), and words
         what happened."""
         self._control.poison(self._control.step)
         reasons = []
+        seconds = self._stall_seconds if seconds is None else seconds
         if self._engram and engram:
+            stopped = _STOPPED if self._engram.stopped else ""
             self._engram.kill()
-            reasons.append(f"{self._engram.describe()} brought no rows for {self._stall_seconds:.3g} s")
+            reasons.append(f"{self._engram.describe()} brought no rows for {seconds:.3g} s{stopped}")
         elif self._engram and self._engram.dead:
             reasons.append(self._engram.describe_exit())
         for rank in hung:
-            where = self._where(rank)
+            where = self._where(rank) + (_STOPPED if rank in self._group.stopped() else "")
             self._group.kill(rank)
-            reasons.append(f"{self._group.describe(rank)} made no progress for {self._stall_seconds:.3g} s{where}")
+            reasons.append(f"{self._group.describe(rank)} made no progress for {seconds:.3g} s{where}")
         for rank in self._group.dead():
             if rank not in hung:
                 reasons.append(self._group.describe_exit(rank, self._where(rank)))
@@ -425,19 +450,6 @@ class HostPool:
             if time.monotonic() > deadline:
                 self._group.kill(rank)
             time.sleep(0.001)
-
-
-class _StallWatch:
-    """Tells when a number has not changed for too long."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._value, self._since = -1, time.monotonic()
-
-    def stalled(self, value: int) -> bool:
-        if value != self._value:
-            self._value, self._since = value, time.monotonic()
-        return time.monotonic() - self._since > self._seconds
 
 
 def _worker_starts(

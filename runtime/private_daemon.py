@@ -1,17 +1,16 @@
 """A daemon that belongs to one program: started as a child, gone with its parent however that ends.
 
-Owns starting, the ready line, passing errors and progress on, and stopping. What the daemon does is `coordinator.py`'s.
+Owns starting, the ready line, passing errors and progress on, and stopping. What the daemon does is `coordinator.py`'s,
+what it writes to standard error is kept by `daemon_log.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
-import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from types import TracebackType
@@ -19,10 +18,13 @@ from typing import IO, Any
 
 from bloomery.runtime import endpoints, errors
 from bloomery.runtime.daemon_config import DaemonConfig
+from bloomery.runtime.daemon_log import DaemonLog
 from bloomery.runtime.errors import BloomeryError
+from bloomery.runtime.process_tree import signal_name
+
+log = logging.getLogger(__name__)
 
 STOP_SECONDS = 10.0
-LAST_WORDS = 20
 _ERROR_TYPES: dict[str, type[BloomeryError]] = {
     kind.__name__: kind
     for kind in (errors.ModelFileError, errors.PlanError, errors.WorkerLost, endpoints.EndpointError)
@@ -48,16 +50,14 @@ class PrivateDaemon:
             start_new_session=True,
         )
         assert self._process.stdout is not None and self._process.stderr is not None
-        self._words: deque[bytes] = deque(maxlen=LAST_WORDS)
-        self._listener = threading.Thread(
-            target=_keep_last, args=(self._process.stderr, self._words), name="bloomery-daemon-log", daemon=True
-        )
-        self._listener.start()
+        self._log = DaemonLog(self._process.stderr, f"daemon-{self._process.pid}.log")
+        self._started = False
         try:
             self.status = self._await_ready(self._process.stdout, progress)
         except BaseException:
             self.close()
             raise
+        self._started = True
         self.endpoint = str(self.status["endpoint"])
         self.control = str(self.status["control"])
 
@@ -67,19 +67,36 @@ class PrivateDaemon:
 
     def last_words(self) -> str:
         """The last lines that the daemon wrote to standard error."""
-        return b"".join(self._words).decode(errors="replace").strip()
+        return self._log.last_words()
 
     def close(self) -> None:
-        """SIGTERM, and SIGKILL if it is still there after STOP_SECONDS."""
+        """SIGTERM, and SIGKILL if it is still there after STOP_SECONDS. Warns of one that had ended by itself, with its
+        last lines, and of anything else that it wrote."""
+        ended = self._process.poll() is not None
         self._process.terminate()
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._listener.join(1.0)
+        self._log.join(1.0)
         assert self._process.stdout is not None
         self._process.stdout.close()
+        if self._started:
+            self._started = False
+            self._tell(ended)
+
+    def _tell(self, ended: bool) -> None:
+        words, where = self.last_words(), f"; its log: {self._log.path}" if self._log.path else ""
+        if ended:
+            lines = f"; its last lines:\n{words}" if words else ""
+            log.warning("the daemon (pid %d) %s%s%s", self.pid, self._end(), where, lines)
+        elif where:
+            log.warning("the daemon (pid %d) had something to say%s", self.pid, where)
+
+    def _end(self) -> str:
+        status = self._process.returncode
+        return f"ended with exit status {status}" if status >= 0 else f"was killed by {signal_name(-status)}"
 
     def __enter__(self) -> PrivateDaemon:
         return self
@@ -99,20 +116,14 @@ class PrivateDaemon:
             else:
                 return dict(entry["ready"])
         self._process.wait()
-        self._listener.join(1.0)
+        self._log.join(1.0)
         words = self.last_words().splitlines()
         raise BloomeryError(
-            f"the daemon ended before it was ready, exit status {self._process.returncode}"
-            + (f"; its last words: {words[-1]}" if words else ""),
-            "start it with bloomery-launch to see its whole log",
+            f"the daemon {self._end()} before it was ready" + (f"; its last words: {words[-1]}" if words else ""),
+            f"its log: {self._log.path}" if self._log.path else "it wrote nothing; start it again, or bloomery-launch",
         )
 
 
 def _exception(description: dict[str, str]) -> BloomeryError:
     kind = _ERROR_TYPES.get(description["type"], BloomeryError)
     return kind(description["message"], description["hint"])
-
-
-def _keep_last(stream: IO[bytes], words: deque[bytes]) -> None:
-    with stream, contextlib.suppress(ValueError):
-        words.extend(stream)

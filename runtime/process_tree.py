@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import IO
 
+from bloomery.runtime.runtime_files import process_state
+
 _LAST_WORDS_BYTES = 8192
 
 
@@ -50,17 +52,18 @@ class Child:
     def alive(self) -> bool:
         return self._process.poll() is None
 
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal keeps it from running until another one comes."""
+        return process_state(self.pid) == "T"
+
     def describe_exit(self, where: str = "") -> str:
         """`was killed by SIGKILL` or `ended with exit status 3`, where, and its last words if there are any."""
         status = self._process.poll()
         if status is None:
             return f"is still running{where}"
         if status < 0:
-            try:
-                name = signal.Signals(-status).name
-            except ValueError:  # a real-time signal
-                name = f"signal {-status}"
-            return f"was killed by {name}{where}{self._quoted_words()}"
+            return f"was killed by {signal_name(-status)}{where}{self._quoted_words()}"
         return f"ended with exit status {status}{where}{self._quoted_words()}"
 
     def last_words(self) -> str:
@@ -103,6 +106,14 @@ def _keep_tail(stream: IO[bytes], words: deque[bytes]) -> None:
             held += len(chunk)
             while held - len(words[0]) >= _LAST_WORDS_BYTES:
                 held -= len(words.popleft())
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 class DeathWatch:

@@ -144,14 +144,14 @@ class ReferenceExecutor:
 
     # -- StepExecutor -------------------------------------------------------------------------------------------------
     def step(self, rows: StepRows) -> StepResult:
-        self._check(rows)
-        self._slot_states.reach.begin(rows)
         started = time.perf_counter()
-        with self._lock:
-            self._running, self._aborted = True, False
-        for name in self.program.inputs:
-            self._buffers[name] = np.array(rows.inputs[name], self.dtype)
+        if not self._running:
+            self.announce()
         try:
+            self._check(rows)
+            self._slot_states.reach.begin(rows)
+            for name in self.program.inputs:
+                self._buffers[name] = np.array(rows.inputs[name], self.dtype)
             for op in self.program.ops:
                 if self._aborted:
                     raise StepAborted(f"aborted before op {op.name}")
@@ -167,6 +167,10 @@ class ReferenceExecutor:
         rows_made_of = None if hidden is None else hidden.astype(np.float32, copy=False)
         reports = {name: self._buffers[name].astype(np.float32, copy=False) for name in self.program.reports}
         return StepResult(logits, self._buffers[self.program.argmax][:, 0], seconds, rows_made_of, reports)
+
+    def announce(self) -> None:
+        with self._lock:
+            self._running, self._aborted = True, False
 
     def abort(self) -> None:
         with self._lock:

@@ -34,14 +34,25 @@ _EXIT_SECONDS = 0.3
 _OWNED = re.compile(r"bloomery-(\d+)-(\d+)-.+")
 
 
+def process_state(pid: int) -> str:
+    """The letter of /proc/<pid>/stat: R, S, D, T (stopped), Z ...; "" if there is no such process."""
+    fields = _process_fields(pid)
+    return fields[0] if fields else ""
+
+
 def process_start_time(pid: int) -> int | None:
     """Clock ticks since boot at which a process started; None if there is none or only its zombie is left."""
+    fields = _process_fields(pid)
+    return None if not fields or fields[0] in "ZX" else int(fields[19])
+
+
+def _process_fields(pid: int) -> list[str]:
+    """The fields of /proc/<pid>/stat from the third on, the state; none if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()  # the command before it may contain blanks and parentheses
-    return None if fields[0] in "ZX" else int(fields[19])
+        return []
+    return text.rpartition(")")[2].split()  # the command before it may contain blanks and parentheses
 
 
 def owner_name(pid: int | None = None) -> str:

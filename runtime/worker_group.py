@@ -75,6 +75,10 @@ class WorkerGroup:
     def dead(self) -> list[int]:
         return [rank for rank, child in enumerate(self._children) if not child.alive]
 
+    def stopped(self) -> list[int]:
+        """Those that a signal keeps from running."""
+        return [rank for rank, child in enumerate(self._children) if child.stopped]
+
     def ring(self, rank: int) -> None:
         """Wakes a sleeping worker. One that has died is found by the death watch, not here."""
         with contextlib.suppress(zmq.ZMQError):

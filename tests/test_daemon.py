@@ -214,11 +214,32 @@ def test_a_daemon_that_dies_while_starting() -> None:
 
     before: set[int] = family()
     killed: set[int] = set()
-    with pytest.raises(BloomeryError, match="ended before it was ready"):
+    with pytest.raises(BloomeryError, match="was killed by SIGKILL before it was ready"):
         PrivateDaemon(CONFIG, progress=kill)
     wait_for(lambda: family() <= before)
     sweep()
     assert killed and not any(files_of(pid) for pid in killed)
+
+
+def test_the_log_of_a_daemon_that_dies_is_shown_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("bloomery.runtime.daemon_log.log_folder", lambda: tmp_path)
+    daemon = PrivateDaemon(replace(CONFIG, processes=1))
+    with ControlClient(daemon.control) as control:
+        (worker,) = control.status()["workers"]["pids"]
+        os.kill(worker, signal.SIGKILL)  # the daemon writes a line about it
+        with Client(daemon.endpoint) as client:
+            list(client.generate(greedy(2), timeout=SECONDS))
+    os.kill(daemon.pid, signal.SIGKILL)
+    wait_for(lambda: not psutil.pid_exists(daemon.pid) or psutil.Process(daemon.pid).status() == "zombie")
+    daemon.close()
+    (file,) = tmp_path.iterdir()
+    assert "worker" in file.read_text() and "was killed by SIGKILL" in file.read_text()
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"the daemon (pid {daemon.pid}) was killed by SIGKILL; its log: {file}; its")
+    assert record.getMessage().endswith(file.read_text().strip())
+    sweep()
 
 
 # ---- the control socket while the model is busy ----
@@ -436,7 +457,7 @@ def test_sigterm_while_loading(delay: float, tmp_path: Path) -> None:
     time.sleep(delay)
     process.terminate()
     out, errors = process.communicate(timeout=20)
-    assert (process.returncode, errors) == (0, ""), out
+    assert (process.returncode, errors) == (128 + signal.SIGTERM, ""), out
     assert not files_of(process.pid) and not list(tmp_path.iterdir())
 
 

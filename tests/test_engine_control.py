@@ -19,6 +19,7 @@ from engine_client import GREEDY, PROMPT, Gate, exhaust, made, running
 from toy_model import VOCABULARY, ToyExecutor, ToyTokenizer, solo
 
 from bloomery.runtime.errors import RequestError, WorkerLost
+from bloomery.runtime.executor import StepResult, StepRows
 from bloomery.runtime.requests import Chunk, Event, Failed, Final, GenerationRequest, SamplingParameters
 from bloomery.runtime.tokenizer import Tokenizer
 
@@ -55,6 +56,22 @@ def test_a_long_prompt_step_is_cut_short_by_its_abort() -> None:
         client.tokens(again)
         == solo(GenerationRequest(again, tokens=PROMPT, max_tokens=3, sampling=GREEDY), 64, 0).tokens
     )
+
+
+def test_an_abort_just_before_the_step_begins_is_not_lost() -> None:
+    executor, client = made(slots=1)
+    step = executor.step
+
+    def late(rows: StepRows) -> StepResult:
+        client.abort(request_id)  # the engine has decided on this step, the executor has not begun it
+        return step(rows)
+
+    executor.step = late  # type: ignore[method-assign]
+    request_id = client.submit()
+    client.engine.turn()
+    assert executor.aborts == 1 and executor.history == [] and client.engine.metrics()["aborted_steps"] == 1
+    exhaust(client)
+    assert client.final(request_id).reason == "aborted"
 
 
 def test_a_step_that_serves_others_too_is_not_cut() -> None:

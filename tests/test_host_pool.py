@@ -140,6 +140,27 @@ def test_abort_ends_the_running_step_only(processes: int) -> None:
         pool.close()
 
 
+def test_an_abort_of_an_announced_step_is_not_lost() -> None:
+    rng = np.random.default_rng(42)
+    pool = start_pool(2, stages=2000, delays=[30_000])  # seconds if it were not cut
+    try:
+        for _ in range(3):
+            pool.announce()
+            pool.abort()
+            begun = time.monotonic()
+            with pytest.raises(StepAborted):
+                pool.step(make_rows(rng, 1))
+            assert time.monotonic() - begun < 1
+        pool.announce()
+        with pytest.raises(ValueError, match="outside"):
+            pool.step(make_rows(rng, 1, slot=99))
+        pool.abort()  # the announced step did not come: nothing runs
+        pool._drill()
+        assert pool.statistics()["aborted"] == 3
+    finally:
+        pool.close()
+
+
 def test_an_abort_is_for_one_step_and_never_for_another() -> None:
     rng = np.random.default_rng(41)
     pool = start_pool(2, stages=200, delays=[600])  # a few milliseconds

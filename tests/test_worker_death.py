@@ -130,6 +130,23 @@ def test_a_worker_that_hangs_is_found_by_the_deadline(monkeypatch: pytest.Monkey
         pool.close()
 
 
+def test_a_stopped_worker_is_found_within_seconds(pool: HostPool) -> None:
+    """Long before the deadline, in a step and before one. A worker that is only stopped for a moment stays."""
+    pids = pool.statistics()["pids"]
+    for number, delay in ((signal.SIGSTOP, 0.0), (signal.SIGCONT, 0.5)):
+        threading.Timer(delay, os.kill, (pids[0], number)).start()
+    time.sleep(0.1)
+    check_step(pool, make_rows(np.random.default_rng(5), 1), STAGES)
+    os.kill(pids[1], signal.SIGSTOP)
+    begun = time.monotonic()
+    with pytest.raises(WorkerLost, match=rf"worker 1 \(pid {pids[1]}\) made no progress for 2 s.*; it is stopped \(by"):
+        pool.step(make_rows(np.random.default_rng(5), 1))
+    assert time.monotonic() - begun < 5
+    pool.recover()
+    assert [old == new for old, new in zip(pids, pool.statistics()["pids"])] == [True, False]
+    check_step(pool, make_rows(np.random.default_rng(5), 1), STAGES)
+
+
 def test_a_survivor_that_does_not_leave_is_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bloomery.runtime.host_pool._STALL_SECONDS", 1.0)
     pool = start_pool(2, stages=STAGES)

@@ -205,6 +205,9 @@ class ToyExecutor:
                 parts.append((slot, position, 1))
         return parts
 
+    def announce(self) -> None:
+        self.stepping, self.abort_wanted = True, False
+
     def abort(self) -> None:
         self.aborts += 1
         if self.stepping:

@@ -42,6 +42,7 @@ class PrivateSource:
 
     def start(self) -> Future[str]:
         future: Future[str] = Future()
+        future.set_running_or_notify_cancel()  # who stops waiting for it must not cancel it: the daemon still comes
 
         def run() -> None:
             try:
