@@ -3,8 +3,10 @@
 Owns kernels' modules, graphs, the step record and the coordinator's side of a step. Memory is `card_memory`'s, what is
 launched `lowering`'s, the driver `driver`'s.
 
-A step of more than MAX_ROWS rows runs in groups of so many, in order; every kernel's result for a row depends on that
-row alone, so results do not depend on how rows are grouped.
+A step's rows run in order: neighbours of one slot, if they are many, as a prompt block (`prompt_lowering`), all others
+in groups of up to MAX_ROWS by the kernels of a decode step. Every kernel's result for a row depends on that row's
+sequence alone, so results do not depend on how rows are grouped; but a prompt block rounds otherwise than a decode
+step. With `deterministic` there are no prompt blocks.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -25,11 +27,14 @@ from bloomery.gpu_worker.driver import Card, CardError, Graph
 from bloomery.gpu_worker.kernel_functions import Kernels
 from bloomery.gpu_worker.launches import MAX_ROWS, KernelName, Launch
 from bloomery.gpu_worker.lowering import lower
+from bloomery.gpu_worker.prompt_lowering import LEAST_ROWS, lower_prompt
 from bloomery.runtime.errors import StepAborted, WorkerLost
 from bloomery.runtime.executor import StepResult, StepRows
 from bloomery.runtime.program import Program
 
 LOGITS_BYTES: Final = 64 << 20
+_BLOCKS_KEPT: Final = 16
+"""Launch lists of prompt blocks that are kept, one for each number of rows."""
 _AHEAD: Final = 4
 """Groups of a step that may be under way at once: an abort takes effect after so many."""
 
@@ -52,7 +57,8 @@ class CardExecutor:
         *,
         context: int,
         slots: int = 1,
-        prompt_block: int = 512,
+        prompt_block: int = 2048,
+        deterministic: bool = False,
         cache_type: Literal["f32", "f16"] = "f16",
         card: int = 0,
         graphs: bool = True,
@@ -66,6 +72,8 @@ class CardExecutor:
         self._sync = os.environ.get("BLOOMERY_CARD_SYNC", "") == "1"
         self._graphs = graphs and not self._sync
         self._prepared: dict[tuple[int, int], _Prepared] = {}
+        self._blocks: dict[tuple[int, int], list[Launch]] = {}
+        self._least_block = self._max_rows + 1 if deterministic else LEAST_ROWS
         self._lock = threading.Lock()
         self._running = self._aborted = self._closed = False
         self._lost = ""
@@ -81,18 +89,29 @@ class CardExecutor:
 
     def _start(self, slots: int, cache_type: str, progress: Callable[[str, int, int], None]) -> None:
         cuda, program = self.card.cuda, self.program
+        blocks = self._max_rows >= self._least_block
         self.memory = CardMemory(
-            self.card, program, context=self._context, slots=slots, cache_type=cache_type, progress=progress
+            self.card,
+            program,
+            context=self._context,
+            slots=slots,
+            prompt_rows=self._max_rows if blocks else MAX_ROWS,
+            out_rows=self._max_out_rows if blocks else MAX_ROWS,
+            cache_type=cache_type,
+            progress=progress,
         )
         launches = lower(program, self.memory, MAX_ROWS, MAX_ROWS)
+        if blocks:
+            launches += lower_prompt(program, self.memory, self._max_rows, self._max_out_rows)
         self.memory.settle()
         self._kernels = Kernels(self.card)
         names = {launch.kernel for launch in launches}
         for name in [name for name in names if name.function.startswith("matmul_")]:
             names |= {KernelName(name.file, f"matmul_{n}", name.quant_type) for n in (1, 2, 4, 8)}
         self._kernels.load(names, progress)
-        groups = -(-self._max_rows // MAX_ROWS)
+        groups = -(-self._max_rows // MAX_ROWS) + self._max_rows // self._least_block
         self._records = cuda.pagelocked_empty((groups, 4, MAX_ROWS), np.int32)
+        self._block_record = cuda.pagelocked_empty((4, self._max_rows if blocks else MAX_ROWS), np.int32)
         self._logits = cuda.pagelocked_empty((self._max_out_rows, program.vocabulary), np.float32)
         self._greedy = cuda.pagelocked_empty(self._max_out_rows, np.int32)
         self._events = [cuda.Event(cuda.event_flags.DISABLE_TIMING) for _ in range(_AHEAD)]
@@ -178,7 +197,7 @@ class CardExecutor:
                 if prepared.graph:
                     prepared.graph.close()
             self.memory.free()
-            del self._records, self._logits, self._greedy, self._events, self._kernels
+            del self._records, self._block_record, self._logits, self._greedy, self._events, self._kernels
         self.card.close()
 
     # ---- one step
@@ -194,22 +213,29 @@ class CardExecutor:
 
     def _run(self, rows: StepRows) -> None:
         cuda, stream = self.card.cuda, self.card.stream
-        done = 0
-        for group, first in enumerate(range(0, len(rows.tokens), MAX_ROWS)):
-            if group >= _AHEAD:
-                self._events[group % _AHEAD].synchronize()
+        done = groups = 0
+        for number, (first, last, block) in enumerate(self._parts(rows)):
+            if number >= _AHEAD:
+                self._events[number % _AHEAD].synchronize()
             if self._aborted:
                 stream.synchronize()
                 self._counts["aborted"] += 1
                 raise StepAborted(f"aborted before row {first}")
-            part = slice(first, first + MAX_ROWS)
-            wanted = rows.out_rows[(rows.out_rows >= first) & (rows.out_rows < first + MAX_ROWS)] - first
-            count = len(rows.tokens[part])
-            record: NDArray[np.int32] = self._records[group]
+            part = slice(first, last)
+            wanted = rows.out_rows[(rows.out_rows >= first) & (rows.out_rows < last)] - first
+            if block:
+                stream.synchronize()  # an earlier block's record may still be on its way
+                record: NDArray[np.int32] = self._block_record
+            else:
+                record, groups = self._records[groups], groups + 1
             for line, values in zip(record, (rows.tokens[part], rows.slots[part], rows.positions[part], wanted)):
                 line[: len(values)] = values
-            cuda.memcpy_htod_async(self.memory.step.tokens, record, stream)
-            self._launch(self._prepare(count, len(wanted)))
+            place = self.memory.prompt_step if block else self.memory.step
+            cuda.memcpy_htod_async(place.tokens, record, stream)
+            if block:
+                self._launch_eagerly(self._block(last - first, len(wanted)), wait=self._sync)
+            else:
+                self._launch(self._prepare(last - first, len(wanted)))
             if len(wanted):
                 end = done + len(wanted)
                 cuda.memcpy_dtoh_async(
@@ -219,8 +245,31 @@ class CardExecutor:
                     self._greedy[done:end], self.memory.address(f"buffer {self.program.argmax}"), stream
                 )
                 done = end
-            self._events[group % _AHEAD].record(stream)
+            self._events[number % _AHEAD].record(stream)
         stream.synchronize()
+
+    def _parts(self, rows: StepRows) -> Iterator[tuple[int, int, bool]]:
+        """(first row, row after the last, whether it is a prompt block): how a step is cut."""
+        follows = (np.diff(rows.slots) == 0) & (np.diff(rows.positions) == 1)
+        ends = [*(np.flatnonzero(~follows) + 1).tolist(), len(rows.tokens)]
+        begin = first = 0
+        for end in ends:
+            block = end - first >= self._least_block
+            if block or end == ends[-1]:
+                for group in range(begin, first if block else end, MAX_ROWS):
+                    yield group, min(group + MAX_ROWS, first if block else end), False
+            if block:
+                yield first, end, True
+                begin = end
+            first = end
+
+    def _block(self, rows: int, out_rows: int) -> list[Launch]:
+        """What a prompt block of so many rows launches."""
+        launches = self._blocks.pop((rows, out_rows), None) or lower_prompt(self.program, self.memory, rows, out_rows)
+        self._blocks[rows, out_rows] = launches
+        while len(self._blocks) > _BLOCKS_KEPT:
+            del self._blocks[next(iter(self._blocks))]
+        return launches
 
     def _launch(self, prepared: _Prepared) -> None:
         """Replays the group's graph. The first time it runs eagerly, waiting for each launch, and is then captured."""

@@ -25,6 +25,7 @@ _ALIGN: Final = 256
 
 class CardMemory:
     """Memory of one program; make and use it while the card's context is current. Sizes are in bytes by name.
+    Prompt blocks have up to `prompt_rows` rows, `out_rows` of which are wanted.
 
     Until `settle`, scratch only learns how much is wanted and its addresses mean nothing.
     """
@@ -36,6 +37,8 @@ class CardMemory:
         *,
         context: int,
         slots: int,
+        prompt_rows: int,
+        out_rows: int,
         cache_type: str,
         progress: Callable[[str, int, int], None],
     ) -> None:
@@ -49,10 +52,11 @@ class CardMemory:
         self._scratch: dict[str, int] = {}
         self._slot_maps: dict[str, str] = {}
         self._settled = False
-        record = self._allocate("step record", 4 * MAX_ROWS * 4)
-        self.step = StepAddresses(*(record + 4 * MAX_ROWS * i for i in range(4)))
+        most = {"step": max(MAX_ROWS, prompt_rows), "out": max(MAX_ROWS, out_rows)}
+        self.step = self._record("step record", MAX_ROWS)
+        self.prompt_step = self._record("prompt record", most["step"])
         for buffer in program.buffers.values():
-            self._allocate(f"buffer {buffer.name}", MAX_ROWS * 4 * buffer.width)
+            self._allocate(f"buffer {buffer.name}", most[buffer.rows] * 4 * buffer.width)
         for state in program.states.values():
             self._allocate(f"cache {state.name}", slots * context * state.width * self.element_bytes)
         total = sum(tensor.nbytes for tensor in program.weights.values())
@@ -125,6 +129,10 @@ class CardMemory:
         for allocation in self._allocations.values():
             allocation.free()
         self._allocations.clear()
+
+    def _record(self, name: str, rows: int) -> StepAddresses:
+        record = self._allocate(name, 4 * rows * 4)
+        return StepAddresses(*(record + 4 * rows * i for i in range(4)))
 
     def _allocate(self, name: str, nbytes: int) -> int:
         try:

@@ -18,6 +18,8 @@ from bloomery.gpu_worker.launches import KernelName, Launch
 
 _PROGRAMMATIC_SERIALISATION = 6
 _BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0
+_MOST_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_SHARED_ANYWAY = 48 << 10
 
 
 class _Attribute(ctypes.Structure):
@@ -50,6 +52,7 @@ class Kernels:
         self._library = Library(card.name)
         self._modules: dict[tuple[str, str], ctypes.c_void_p] = {}
         self._functions: dict[KernelName, ctypes.c_void_p] = {}
+        self._shared: dict[KernelName, int] = {}
         self._attribute = _Attribute(_PROGRAMMATIC_SERIALISATION, 0, 1, b"")
         able = int(card.architecture.removeprefix("sm_")) >= 90
         self.overlap = able and os.environ.get("BLOOMERY_CARD_OVERLAP", "1") != "0"
@@ -84,6 +87,9 @@ class Kernels:
         )
         function = self._functions[launch.kernel]
         try:
+            if launch.shared > self._shared.get(launch.kernel, _SHARED_ANYWAY):
+                self._library.call("cuFuncSetAttribute", function, _MOST_SHARED, launch.shared)
+                self._shared[launch.kernel] = launch.shared
             self._library.call("cuLaunchKernelEx", ctypes.byref(configuration), function, None, extra)
         except CardError as error:
             raise CardError(f"{error.message} (launching {launch.kernel} for op {launch.label})", error.hint) from error

@@ -46,7 +46,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class StepAddresses:
-    """Where the step's int32 arrays lie: MAX_ROWS elements each."""
+    """Where the step's int32 arrays lie: MAX_ROWS elements each, or as many as a prompt block has rows."""
 
     tokens: int
     slots: int
@@ -64,7 +64,7 @@ class StateAddress:
 
 
 class CardContext(Protocol):
-    """The card's memory as lowering sees it. Buffers and scratch have room for MAX_ROWS rows."""
+    """The card's memory as lowering sees it. Buffers have room for MAX_ROWS rows and for those of a prompt block."""
 
     @property
     def multiprocessors(self) -> int: ...
@@ -79,6 +79,10 @@ class CardContext(Protocol):
 
     @property
     def step(self) -> StepAddresses: ...
+
+    @property
+    def prompt_step(self) -> StepAddresses:
+        """The same for a prompt block."""
 
     def view(self, view: View) -> tuple[int, int]:
         """Address of element `view.start` of row 0, and the distance between rows in elements."""

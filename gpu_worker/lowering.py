@@ -74,7 +74,7 @@ class Activations:
 
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
     """One weight of a product: its address, bias address or 0, output address, outputs, output stride in floats."""
 
     weights: int
@@ -96,10 +96,15 @@ def activation_form(quant_type: str) -> str:
 def lower(program: Program, context: CardContext, rows: int, out_rows: int) -> list[Launch]:
     """The launches of one step of so many rows. Raises PlanError naming tensor and type where there is no kernel."""
     assert 0 < rows <= MAX_ROWS and 0 <= out_rows <= MAX_ROWS
+    check_types(program)
+    return Lowering(program, context, rows, out_rows).launches()
+
+
+def check_types(program: Program) -> None:
+    """Raises PlanError naming tensor and type where there is no kernel."""
     for op in program.ops:
         for name in op_weights(op):
             _check_type(program.weights[name], op)
-    return _Lowering(program, context, rows, out_rows).launches()
 
 
 def _check_type(tensor: Tensor, op: Op) -> None:
@@ -114,13 +119,14 @@ def _check_type(tensor: Tensor, op: Op) -> None:
         )
 
 
-class _Lowering:
+class Lowering:
     """One pass over a program; `launches` is called once."""
 
     def __init__(self, program: Program, context: CardContext, rows: int, out_rows: int) -> None:
         self.program = program
         self.context = context
         self.rows, self.out_rows = rows, out_rows
+        self.step = context.step
         self.out: list[Launch] = []
         self.tables: dict[tuple[object, ...], int] = {}
         self.formed: dict[str, tuple[View, Activations]] = {}  # what each form's scratch holds
@@ -190,7 +196,7 @@ class _Lowering:
                 self._each("add", op.out, *three, op.out.width, op.out.elements)
             case SelectRows():
                 places = (*self._heads(op.x), *self._heads(op.out))
-                self._each("select_rows", op.out, self.context.step.out_rows, *places, op.x.width, op.x.elements)
+                self._each("select_rows", op.out, self.step.out_rows, *places, op.x.width, op.x.elements)
             case Argmax():
                 self._argmax(op)
             case _:
@@ -201,6 +207,10 @@ class _Lowering:
     # ---- what views and tensors mean to kernels
     def _count(self, view: View) -> int:
         return self.rows if self.program.buffers[view.buffer].rows == "step" else self.out_rows
+
+    def _room(self, view: View) -> int:
+        """Rows that the scratch of an op on this view has room for."""
+        return max(self._count(view), MAX_ROWS)
 
     def _heads(self, view: View) -> tuple[int, int, int]:
         """Address, row stride, head stride in elements."""
@@ -239,7 +249,7 @@ class _Lowering:
         outputs = self.program.weights[op.weight].shape[1]
         address, kind, row_bytes = self._weight(op.weight, op.out.elements, outputs)
         grid = (_blocks(_blocks(op.out.elements, 32), 64), self._count(op.out))
-        words = (address, row_bytes, op.out.elements, self.context.step.tokens, *self._row(op.out))
+        words = (address, row_bytes, op.out.elements, self.step.tokens, *self._row(op.out))
         self.emit("matmul", "embed", grid, 64, *words, kind=kind)
 
     def _norm(self, op: RmsNorm) -> None:
@@ -256,7 +266,7 @@ class _Lowering:
         types = {self.program.weights[name].quant_type.name for name in op.readers}
         made = None
         if width % 256 == 0 and types & set(SUPER_TYPES):
-            made = self._place("Q8_K", "activations:Q8_K", width, MAX_ROWS)
+            made = self._place("Q8_K", "activations:Q8_K", width, self._room(norm.x))
         sources = (*row(add.x), *row(add.y), *row(add.out)) if add else (*row(norm.x), 0, 0, 0, 0)
         weight, _, _ = self._weight(norm.weight, width, 1)
         result = (*row(norm.out), weight, width, float_word(norm.epsilon))
@@ -287,7 +297,7 @@ class _Lowering:
         turn = (0, 0, 0)
         if run.rope:
             turn = (self._rope_table(run.rope), len(run.rope.frequencies), int(run.rope.pairs == "halves"))
-        step, rows = self.context.step, self._count(run.jobs[0].view)
+        step, rows = self.step, self._count(run.jobs[0].view)
         grid = (sum(job.view.count for job in run.jobs), rows)
         shared = 4 * max(job.view.width for job in run.jobs)
         name = f"prepare_heads_{self.context.cache_type}"
@@ -301,7 +311,7 @@ class _Lowering:
         if form in self.formed and self.formed[form][0] == x:
             return self.formed[form][1]
         words = (*self._heads(x)[:1], 0, *self._heads(x)[1:], x.width, float_word(0.0))
-        made = self._make_form(form, f"activations:{form}", words, x.elements, self._count(x), MAX_ROWS)
+        made = self._make_form(form, f"activations:{form}", words, x.elements, self._count(x), self._room(x))
         self.formed[form] = x, made
         return made
 
@@ -332,11 +342,11 @@ class _Lowering:
         return Activations(values, values + scales_at, stride, value_bytes)
 
     def _matmul(self, op: MatMul) -> None:
-        by_type: dict[tuple[str, int], list[_Job]] = {}
+        by_type: dict[tuple[str, int], list[Job]] = {}
         for out, weight, bias in zip(op.outs, op.weights, op.biases, strict=True):
             address, kind, row_bytes = self._weight(weight, op.x.elements, out.elements)
             place, stride = self._row(out)
-            job = _Job(address, self._bias(bias, out.elements), place, out.elements, stride)
+            job = Job(address, self._bias(bias, out.elements), place, out.elements, stride)
             by_type.setdefault((kind, row_bytes), []).append(job)
         for (kind, row_bytes), jobs in by_type.items():
             x = self._form(activation_form(kind), op.x)
@@ -358,7 +368,7 @@ class _Lowering:
         rows: int,
         width: int,
         row_bytes: int,
-        jobs: list[_Job],
+        jobs: list[Job],
         heads: tuple[int, int, int, int] = (1, 0, 0, 0),
     ) -> None:
         """`heads`: how many, and the distance of two in values, scales (bytes) and outputs (floats)."""
@@ -366,9 +376,9 @@ class _Lowering:
         sets = len(jobs) * heads[0]
         grid = (self._warp_blocks(kind, jobs, sets), sets if rows else 0)
         words = (x.values, x.scales, x.stride, rows, width, row_bytes, *heads)
-        self.emit("matmul", f"matmul_{at_once}", grid, 32 * _WARPS, *_job_words(jobs), *words, kind=kind)
+        self.emit("matmul", f"matmul_{at_once}", grid, 32 * _WARPS, *job_words(jobs), *words, kind=kind)
 
-    def _warp_blocks(self, kind: str, jobs: list[_Job], sets: int) -> int:
+    def _warp_blocks(self, kind: str, jobs: list[Job], sets: int) -> int:
         together = 1 if kind in FLOAT_TYPES else 2
         outputs = max(job.outputs for job in jobs)
         most = max(1, _blocks(self.context.multiprocessors * _BLOCKS_EACH, sets))
@@ -379,7 +389,7 @@ class _Lowering:
         x = self._form(activation_form(kind), op.x)
         out, out_row, out_head = self._heads(op.out)
         heads = (op.x.count, op.x.width * x.value_bytes, op.x.width // 32 * 8, out_head)
-        job = _Job(address, 0, out, op.out.width, out_row)
+        job = Job(address, 0, out, op.out.width, out_row)
         self._multiply(kind, x, self._count(op.x), op.x.width, row_bytes, [job], heads)
 
     def _rope_table(self, op: Rope) -> int:
@@ -387,11 +397,11 @@ class _Lowering:
         key = (op.frequencies, op.magnitude, op.behind)
         if key not in self.tables:
             pairs, name = len(op.frequencies), f"rope:{len(self.tables)}"
-            self.tables[key] = self.context.scratch(name, MAX_ROWS * pairs * 8)
+            self.tables[key] = self.context.scratch(name, self._room(op.x) * pairs * 8)
             frequencies = self.context.constant(name, np.asarray(op.frequencies, np.float64))
             made = (self.tables[key], pairs, frequencies, float_word(op.magnitude))
             grid = (_blocks(pairs, 64), self._count(op.x))
-            self.emit("norm_rope", "rope_table", grid, 64, *made, self.context.step.positions, op.behind)
+            self.emit("norm_rope", "rope_table", grid, 64, *made, self.step.positions, op.behind)
         return self.tables[key]
 
     def _rope(self, op: Rope) -> None:
@@ -407,15 +417,19 @@ class _Lowering:
         return state.address + op.start * element, state.slot_stride, state.row_stride
 
     def _cache_write(self, op: CacheWrite) -> None:
-        step = self.context.step
+        step = self.step
         words = (step.slots, step.positions, *self._heads(op.x), op.x.width, op.x.elements, *self._state_words(op))
         self._each(f"cache_write_{self.context.cache_type}", op.x, *words)
 
     def _attention(self, op: Attention) -> None:
-        rows, step, heads = self._count(op.q), self.context.step, op.q.count
+        self._attend(op, 0, self._count(op.q), MAX_ROWS)
+
+    def _attend(self, op: Attention, first: int, rows: int, room: int) -> None:
+        """Attention of so many rows from `first` on, with scratch for `room` rows."""
+        heads = op.q.count
         splits = _blocks(self.context.context, _SPLIT)
-        parts = self.context.scratch("parts", MAX_ROWS * heads * splits * op.value_width * 4)
-        extremes = self.context.scratch("extremes", MAX_ROWS * heads * splits * 8)
+        parts = self.context.scratch("parts", room * heads * splits * op.value_width * 4)
+        extremes = self.context.scratch("extremes", room * heads * splits * 8)
         sets = op.kv_heads * _blocks(heads // op.kv_heads, _HEADS)
         walkers = min(splits, max(1, _blocks(_WALKERS_EACH * self.context.multiprocessors, sets * rows)))
         caches = (self.context.state(op.keys), self.context.state(op.values))
@@ -423,10 +437,13 @@ class _Lowering:
         even = all(n % 8 == 0 for n in (op.key_width, op.value_width, *(cache.row_stride for cache in caches)))
         name = f"attend_{self.context.cache_type}" + ("" if even else "_odd")
         shared = 4 * _HEADS * _blocks(op.key_width, _DEPTH) * _DEPTH
+        (q, q_row, q_head), (out, out_row, out_head) = self._heads(op.q), self._heads(op.out)
+        slots, positions = self.step.slots + 4 * first, self.step.positions + 4 * first
         widths = (heads, op.kv_heads, op.key_width, op.value_width, float_word(op.scale), splits, parts, extremes)
-        words = (step.slots, step.positions, *self._heads(op.q), *places, *widths)
+        words = (slots, positions, q + 4 * first * q_row, q_row, q_head, *places, *widths)
         self.emit("attention", name, (walkers, sets, rows), 128, *words, shared=shared)
-        join = (step.positions, parts, extremes, heads, op.value_width, splits, *self._heads(op.out))
+        target = (out + 4 * first * out_row, out_row, out_head)
+        join = (positions, parts, extremes, heads, op.value_width, splits, *target)
         self.emit("attention", "attend_join", (heads, rows), 1024, *join)
 
     def _router(self, op: Router) -> None:
@@ -441,9 +458,9 @@ class _Lowering:
         """Products of every item (row and rank) with its expert's gate and up, silu, down, and the sum by ranks."""
         rows, used, inputs = self._count(op.x), op.ids.elements, op.x.elements
         hidden, experts = self.program.weights[op.gate].shape[1:]
-        items = MAX_ROWS * used
+        items = self._room(op.x) * used
         gate, up = (self.context.scratch(name, items * hidden * 4) for name in ("gate", "up"))
-        jobs = [(op.gate, _Job(0, 0, gate, hidden, hidden)), (op.up, _Job(0, 0, up, hidden, hidden))]
+        jobs = [(op.gate, Job(0, 0, gate, hidden, hidden)), (op.up, Job(0, 0, up, hidden, hidden))]
         kinds = {self.program.weights[name].quant_type.name for name, _ in jobs}
         for some in [jobs] if len(kinds) == 1 else [jobs[:1], jobs[1:]]:
             x = self._form(activation_form(self.program.weights[some[0][0]].quant_type.name), op.x)
@@ -452,7 +469,7 @@ class _Lowering:
         source = (gate, up, hidden, hidden, hidden, float_word(op.limit))
         opened = self._make_form(form, f"hidden:{form}", source, hidden, rows * used, items)
         parts = self.context.scratch("experts", items * op.out.elements * 4)
-        down = (op.down, _Job(0, 0, parts, op.out.elements, op.out.elements))
+        down = (op.down, Job(0, 0, parts, op.out.elements, op.out.elements))
         self._experts(op, opened, hidden, experts, [down], of_each_item=True)
         self._each("experts_sum", op.out, parts, *self._row(op.mix), used, *self._row(op.out), op.out.elements)
 
@@ -462,30 +479,30 @@ class _Lowering:
         x: Activations,
         width: int,
         experts: int,
-        jobs: list[tuple[str, _Job]],
+        jobs: list[tuple[str, Job]],
         of_each_item: bool,
     ) -> None:
         placed = []
         for name, job in jobs:
             address, kind, row_bytes = self._weight(name, width, job.outputs, experts)
-            placed.append(_Job(address, 0, job.out, job.outputs, job.out_stride))
+            placed.append(Job(address, 0, job.out, job.outputs, job.out_stride))
         rows, used = self._count(op.x), op.ids.elements
         grid = (self._warp_blocks(kind, placed, max(1, rows * used * len(jobs))), rows * used, len(jobs))
         ids, ids_row = self._row(op.ids)
         inputs = (x.values, x.scales, x.stride, int(of_each_item))
         words = (*inputs, ids, ids_row, used, self.context.slot_map(op.gate), width, row_bytes)
-        self.emit("matmul", "experts", grid, 32 * _WARPS, *_job_words(placed), *words, kind=kind)
+        self.emit("matmul", "experts", grid, 32 * _WARPS, *job_words(placed), *words, kind=kind)
 
     def _argmax(self, op: Argmax) -> None:
         x, x_row = self._row(op.x)
         rows = self._count(op.x)
         parts = min(_ARGMAX_PARTS, _blocks(op.x.elements, 256))
-        best = self.context.scratch("best", MAX_ROWS * _ARGMAX_PARTS * 8)
+        best = self.context.scratch("best", self._room(op.x) * _ARGMAX_PARTS * 8)
         self.emit("choices", "argmax_parts", (parts, rows), 256, x, x_row, op.x.elements, best)
         self.emit("choices", "argmax_whole", (rows,), 32, best, parts, *self._row(op.out))
 
 
-def _job_words(jobs: list[_Job]) -> tuple[int, ...]:
+def job_words(jobs: list[Job]) -> tuple[int, ...]:
     words = tuple(w for job in jobs for w in (job.weights, job.bias, job.out, job.outputs, job.out_stride))
     return words + (0,) * (_JOBS * _JOB_WORDS - len(words))
 

@@ -38,6 +38,7 @@ class NoCard:
 
     multiprocessors = 132
     step = StepAddresses(256, 288, 320, 352)
+    prompt_step = StepAddresses(512, 768, 1024, 1280)
 
     def __init__(self, program: Program, context: int = 256, cache_type: str = "f16") -> None:
         self.program = program
@@ -120,7 +121,7 @@ class Bench:
 
 @contextmanager
 def on_card(program: Program, **arguments: Any) -> Iterator[CardExecutor]:
-    executor = CardExecutor(program, **{"context": 256, "cache_type": "f32", **arguments})
+    executor = CardExecutor(program, **{"context": 256, "cache_type": "f32", "deterministic": True, **arguments})
     try:
         yield executor
     finally:

@@ -26,6 +26,7 @@ from running import rows_of
 from bloomery.gpu_worker import compile_cache
 from bloomery.gpu_worker.card_executor import CardExecutor
 from bloomery.gpu_worker.driver import Card
+from bloomery.gpu_worker.launches import Launch
 from bloomery.runtime.architectures import build_program
 from bloomery.runtime.model_file import ModelFile, Tensor
 from bloomery.runtime.program import MatMul, Program, RoutedExperts, Router
@@ -190,20 +191,51 @@ def expert_speeds(kinds: tuple[tuple[str, str], ...], bandwidth: float) -> list[
     return out
 
 
+def profile(executor: CardExecutor, launches: list[Launch], least: float = 0.01) -> Figures:
+    """Milliseconds of each kernel in these launches, run one after the other: each between two events of its own."""
+    cuda, stream = executor.card.cuda, executor.card.stream
+    with executor.card.current("profiling"):
+        events = [cuda.Event() for _ in range(len(launches) + 1)]
+        events[0].record(stream)
+        for launch, event in zip(launches, events[1:]):
+            executor._kernels.launch(launch)
+            event.record(stream)
+        events[-1].synchronize()
+        times: dict[str, list[float]] = {}
+        for launch, before, after in zip(launches, events, events[1:]):
+            times.setdefault(str(launch.kernel), []).append(float(after.time_since(before)))
+    whole = sum(sum(each) for each in times.values())
+    print(f"profile of {len(launches)} launches, {whole:.2f} ms:")
+    for name, each in sorted(times.items(), key=lambda item: -sum(item[1])):
+        if sum(each) > least * whole:
+            print(f"  {name:36}{len(each):5} x {1e3 * sum(each) / len(each):9.1f} us = {sum(each):8.2f} ms")
+    return {name: sum(each) for name, each in times.items()}
+
+
+def prompt_speed(executor: CardExecutor, tokens: NDArray[np.int32], block: int, prompt: int) -> float:
+    """Tokens a second of a prompt in blocks, the logits of its last row wanted."""
+    begun = time.perf_counter()
+    for first in range(0, prompt, block):
+        last = min(first + block, prompt)
+        executor.step(rows_of(tokens[first:last], start=first, out="last" if last == prompt else "none"))
+    return prompt / (time.perf_counter() - begun)
+
+
 def model_speeds(name: str, program: Program, depths: tuple[int, ...], context: int, prompt: int) -> Figures:
     """Prompt and decode tokens a second, as seen by the caller of `step`; and the card's own time of a step."""
-    executor = CardExecutor(program, context=context, slots=1, prompt_block=512, cache_type="f16")
+    executor = CardExecutor(program, context=context, slots=1, prompt_block=min(4096, prompt), cache_type="f16")
     out: Figures = {"model": name, "card_bytes": sum(executor.memory.sizes.values())}
     try:
         tokens = np.random.default_rng(3).integers(0, min(1000, program.vocabulary), context).astype(np.int32)
         executor.step(rows_of(tokens[:9], out="last"))
         executor.step(rows_of(tokens[:8], out="none"))
         executor.step(rows_of(tokens[:1]))
-        begun = time.perf_counter()
-        for first in range(0, prompt, 512):
-            last = min(first + 512, prompt)
-            executor.step(rows_of(tokens[first:last], start=first, out="last" if last == prompt else "none"))
-        out["prompt tok/s"] = prompt / (time.perf_counter() - begun)
+        for block in (512, 2048, 4096):
+            if block <= executor.max_rows:
+                prompt_speed(executor, tokens, block, min(prompt, 2 * block))
+                rates = [prompt_speed(executor, tokens, block, prompt) for _ in range(3)]
+                out[f"prompt {prompt}/{block} tok/s"] = float(np.median(rates))
+        out["profile"] = profile(executor, executor._block(executor.max_rows, 1))
         for depth in depths:
             count = 64
             begun = time.perf_counter()
@@ -218,7 +250,8 @@ def model_speeds(name: str, program: Program, depths: tuple[int, ...], context: 
     finally:
         executor.close()
     for key, value in out.items():
-        print(f"{key:26}{value:.5g}" if isinstance(value, float) else f"{key:26}{value}")
+        if key != "profile":
+            print(f"{key:26}{value:.5g}" if isinstance(value, float) else f"{key:26}{value}")
     return out
 
 
@@ -283,7 +316,7 @@ def main() -> int:
     print(f"compiled for this card in {compile_all():.1f} s")
     status = 0
     if not arguments.skip_tests:
-        files = [str(HERE / f"test_card_{part}.py") for part in ("kernels", "models")]
+        files = [str(HERE / f"test_card_{part}.py") for part in ("kernels", "models", "prompts")]
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--durations=5", *files]
         status = subprocess.run(command, cwd=HERE.parent).returncode
     figures: Figures = {}
@@ -296,7 +329,7 @@ def main() -> int:
         figures["models"] = models
         if not arguments.skip_large:
             large = build_program(RandomQwen3())
-            models.append(model_speeds("Qwen3-30B-A3B shapes", large, (6, 1024, 4096, 16000), 16384, 1024))
+            models.append(model_speeds("Qwen3-30B-A3B shapes", large, (6, 1024, 4096, 16000), 16384, 4096))
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
     return status

@@ -14,6 +14,7 @@ from oracle_data import QUANTISED, TINY, f32_file, quantised_file
 from bloomery.gpu_worker import compile_cache
 from bloomery.gpu_worker.launches import MAX_ROWS, Launch
 from bloomery.gpu_worker.lowering import WEIGHT_TYPES, lower
+from bloomery.gpu_worker.prompt_lowering import lower_prompt
 from bloomery.runtime.architectures import build_program
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.model_file import ModelFile
@@ -32,6 +33,7 @@ def parameter_words(file: str, function: str) -> int:
     source = (compile_cache.KERNELS / f"{file}.cu").read_text(encoding="utf-8").replace("\\\n", "\n")
     name = re.sub(r"_(1|2|4|8)$", "_##NR", function) if file == "matmul" else function
     name = re.sub(r"^attend_(f32|f16)(_odd)?$", "attend_##NAME", name)
+    name = re.sub(r"^flash_\d+_\d+$", "flash_##KEY##_##VALUE", name)
     found = re.search(rf'extern "C" __global__ void[^;{{]*?\b{re.escape(name)}\(([^)]*)\)', source)
     assert found, f"{file}.cu has no kernel {function}"
     sizes = dict(STEP)
@@ -67,6 +69,21 @@ def test_quantised_programs(name: str) -> None:
     assert kinds and kinds <= set(WEIGHT_TYPES)
     without = lower(program, context, MAX_ROWS, 0)
     assert len(without) < len(launches), "rows that nobody wants logits of cost a head"
+
+
+@pytest.mark.parametrize("name", ("qwen3moe-Q4_K_M", "deepseek2-lite-Q4_K_M", "llama-Q4_K_M", "deepseek2-v3-Q3_K_M"))
+def test_prompt_blocks(name: str) -> None:
+    program = program_of(quantised_file(name))
+    context = NoCard(program)
+    for rows, wanted in ((300, 300), (300, 1), (33, 0)):
+        launches = lower_prompt(program, context, rows, wanted)
+        check(launches)
+        labels = list(dict.fromkeys(name for launch in launches for name in launch.label.split(" & ")))
+        assert labels == [op.name for op in program.ops if op.name in labels]
+        if wanted == rows:
+            assert len(labels) == len(program.ops)
+    kernels = {launch.kernel.file for launch in launches}
+    assert "many_rows" in kernels and "prompts" in kernels
 
 
 def test_every_launched_op_is_waited_for_in_order() -> None:

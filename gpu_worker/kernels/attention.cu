@@ -64,7 +64,7 @@ template <class T, bool EVEN>
 DEVICE void attend(const int* slots, const int* positions, const float* q, word q_row, word q_head, Cache keys,
                    Cache values, word heads, word kv_heads, word key_width, word value_width, double scale, word splits,
                    float* parts, float2* extremes) {
-    extern __shared__ __align__(16) float queries[];
+    DYNAMIC_SHARED(float, queries);
     __shared__ __align__(16) float tile[SPLIT][STRIDE];
     __shared__ __align__(16) float weights[HEADS][SPLIT];
     begin();

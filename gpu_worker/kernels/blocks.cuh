@@ -9,8 +9,8 @@
 #include <stdint.h>
 
 #ifdef __CUDACC__
+#include "machine.cuh"
 #include <cuda_fp16.h>
-#define DEVICE __device__ __forceinline__
 DEVICE float half_bits(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
 #endif
 

@@ -50,7 +50,7 @@ extern "C" __global__ void router(const float* logits, word logits_row, int* ids
                                   const float* bias, word experts, word used, word sigmoid, word normalise, double scale,
                                   word groups, word groups_used) {
     begin();
-    extern __shared__ float scores[];
+    DYNAMIC_SHARED(float, scores);
     uint32_t *ranks = reinterpret_cast<uint32_t*>(scores + experts), *group_ranks = ranks + experts;
     const int lane = threadIdx.x, row = blockIdx.x, n = int(experts), each = n / int(groups);
     logits += row * logits_row, ids += row * ids_row, mix += row * mix_row;

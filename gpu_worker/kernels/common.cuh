@@ -1,10 +1,8 @@
 // What the kernels of several families share: the 8-byte parameter word and sums over a block of threads.
 #pragma once
-#include "overlap.cuh"
+#include "machine.cuh"
 #include <cuda_fp16.h>
 #include <stdint.h>
-
-#define DEVICE __device__ __forceinline__
 
 typedef long long word;  // every parameter of a kernel is 8 bytes wide: a pointer, a word or a double
 

@@ -95,3 +95,56 @@ extern "C" __global__ void embed(const uint8_t* weights, word row_bytes, word wi
     embed_part<Quant>(weights + tokens[blockIdx.y] * row_bytes, blockIdx.x * blockDim.x + threadIdx.x, int(width),
                       out + blockIdx.y * out_stride);
 }
+
+// Elements 32 * index to 32 * index + 31 of a row, as far as there are so many.
+template <class Quant>
+DEVICE void group_as_f16(const uint8_t* row, int index, int width, float factor, __half* out) {
+    if constexpr (Quant::FORM == FORM_FLOAT) {
+        const typename Quant::Element* elements = reinterpret_cast<const typename Quant::Element*>(row) + 32 * index;
+#pragma unroll
+        for (int i = 0; i < 32; ++i)
+            if (32 * index + i < width) out[i] = __float2half_rn(Quant::value(elements[i]) * factor);
+    } else {
+        constexpr int EACH = Quant::BLOCK / 32;
+        Group g;
+        Quant::decode(row + index / EACH * Quant::BYTES, index % EACH, g);
+        g.d *= factor, g.dmin *= factor;
+#pragma unroll
+        for (int i = 0; i < 32; ++i) out[i] = __float2half_rn(weight_of<Quant>(g, i));
+    }
+}
+
+// Grid (groups of 32 elements / 256, matrices), 256 threads: weights as f16, times `factor`, rows of `padded` elements (a
+// multiple of 64) whose end is 0. Matrix m lies in slot slots[m] of the memory (m itself without `slots`); one that is
+// not on this card is all 0, one of which counts[m] is 0 is left out.
+extern "C" __global__ void __launch_bounds__(256)
+    dequantise(const uint8_t* weights, word row_bytes, word width, word outputs, word padded, const int* slots,
+               const int* counts, word first, __half* out, double factor) {
+    __shared__ __align__(16) uint4 kept[8][128];
+    begin();
+    const int matrix = int(first) + blockIdx.y, lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+    if (counts && counts[matrix] == 0) return;
+    const int slot = slots ? slots[matrix] : matrix;
+    const int across = int(padded) / 32;
+    const word groups = outputs * across, from = (word(blockIdx.x) * 8 + warp) * 32, at = from + lane;
+    const int row = int(at / across), index = int(at % across);
+    union {
+        __half element[32];
+        uint4 piece[4];
+    } made;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) made.piece[i] = make_uint4(0, 0, 0, 0);
+    if (at < groups && slot >= 0 && 32 * index < width) {
+        const uint8_t* source = weights + (word(slot) * outputs + row) * row_bytes;
+        group_as_f16<Quant>(source, index, int(width), float(factor), made.element);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) kept[warp][4 * lane + (i ^ ((lane >> 1) & 3))] = made.piece[i];
+    __syncwarp();
+    uint4* to = reinterpret_cast<uint4*>(out + (word(blockIdx.y) * groups + from) * 32);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int piece = 32 * i + lane, owner = piece / 4;
+        if (from + owner < groups) to[piece] = kept[warp][4 * owner + ((piece & 3) ^ ((owner >> 1) & 3))];
+    }
+}

@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(512)
     add_rms_norm(const float* x, word x_row, const float* y, word y_row, float* sum, word sum_row, float* out, word out_row,
                  const float* weight, word width, double epsilon, uint8_t* values, uint8_t* scales, word q_stride) {
     begin();
-    extern __shared__ __align__(16) float kept[];
+    DYNAMIC_SHARED(float, kept);
     const int row = blockIdx.x, n = int(width);
     x += row * x_row, out += row * out_row;
     float squares = 0.0f;
@@ -88,7 +88,7 @@ struct HeadJobs {
 template <class T>
 DEVICE void prepare_heads(const HeadJobs& jobs, const float2* table, word pairs, word halves, const int* slots,
                           const int* positions) {
-    extern __shared__ __align__(16) float head[];
+    DYNAMIC_SHARED(float, head);
     const int row = blockIdx.y;
     int which = 0, number = blockIdx.x;
     while (number >= jobs.job[which].heads) number -= int(jobs.job[which++].heads);

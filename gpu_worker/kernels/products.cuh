@@ -9,21 +9,12 @@
 // sums of the first and the last 16 values) or, for Q4_1 and Q5_1, the float s of Q8_1.
 #pragma once
 #include "blocks.cuh"
-#include "overlap.cuh"
+#include "machine.cuh"
 #include <cuda_bf16.h>
 
 typedef long long word;
 
 constexpr int WARPS = 4;
-
-DEVICE void copy_async(uint32_t to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING>
-DEVICE void await_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
 
 DEVICE float warp_sum(float x) {
 #pragma unroll
@@ -212,7 +203,6 @@ DEVICE void products(const uint8_t* weights, word row_bytes, int outputs, int wi
     const int pairs = (outputs + PAIR - 1) / PAIR;
     const int chunks = int((row_bytes + CHUNK - 1) / CHUNK);
     const int units = first < pairs ? (pairs - first + step - 1) / step * chunks : 0;
-    const uint32_t ring_address = uint32_t(__cvta_generic_to_shared(ring));
 
     // where the next chunk of each row comes from
     int fetched = 0, fetch_pair = first, fetch_left = int(row_bytes), into = 0;
@@ -228,7 +218,7 @@ DEVICE void products(const uint8_t* weights, word row_bytes, int outputs, int wi
 #pragma unroll
             for (int m = 0; m < PAIR; ++m) {
                 const int shift = shift_of<Quant>(source[m]);
-                const uint32_t to = ring_address + into + m * SLOT;
+                uint8_t* to = ring + into + m * SLOT;
                 const uint8_t* from = source[m] - shift;
 #pragma unroll
                 for (int k = 0; k < SLOT; k += 512) {

@@ -1,0 +1,298 @@
+// A card for a host compiler: runs the kernels of gpu_worker/kernels on the CPU, one block after the other, a fiber for
+// each thread. Included before a kernel file; it stands in for the compiler's built-ins, the intrinsics that kernels use
+// and machine.cuh. Slow, and meant for tests: threads of a block interleave at barriers and warp operations only,
+// asynchronous copies arrive when they are waited for and not before, memory of a block begins as garbage.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <ucontext.h>
+#include <vector>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#undef __shared__
+#undef __global__
+#undef __device__
+#undef __forceinline__
+#undef __launch_bounds__
+#define EMULATED
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ static
+#define DEVICE inline
+#define DYNAMIC_SHARED(TYPE, NAME) TYPE* NAME = reinterpret_cast<TYPE*>(emulated::shared)
+#define UNROLLED
+
+struct Three {
+    unsigned x, y, z;
+};
+static Three threadIdx, blockIdx, blockDim, gridDim;
+
+namespace emulated {
+constexpr int STACK = 256 << 10;
+static uint8_t* shared;
+
+struct Copy {
+    void* to;
+    uint8_t bytes[16];
+};
+struct Fiber {
+    ucontext_t context;
+    std::vector<uint8_t> stack = std::vector<uint8_t>(STACK);
+    bool ended;
+    std::deque<std::vector<Copy>> groups;
+    std::vector<Copy> open;
+};
+struct Warp {
+    void* lanes[32];
+    int arrived, turn;
+};
+static std::vector<Fiber> fibers;
+static std::vector<Warp> warps;
+static ucontext_t scheduler;
+static int current, alive, at_barrier, barrier_turn;
+static std::function<void()> body;
+
+inline void yield() { swapcontext(&fibers[current].context, &scheduler); }
+inline void barrier() {
+    const int turn = barrier_turn;
+    if (++at_barrier == alive) at_barrier = 0, ++barrier_turn;
+    while (turn == barrier_turn) yield();
+}
+// All lanes of a warp bring something; the last to come does the work for all.
+template <class Work>
+void together(void* mine, Work work) {
+    Warp& warp = warps[current / 32];
+    const int turn = warp.turn;
+    warp.lanes[current % 32] = mine;
+    if (++warp.arrived == 32) {
+        work(warp.lanes);
+        warp.arrived = 0, ++warp.turn;
+    }
+    while (turn == warp.turn) yield();
+}
+inline void run() {
+    body();
+    fibers[current].ended = true;
+    --alive;
+    if (alive && at_barrier == alive) at_barrier = 0, ++barrier_turn;
+    yield();
+}
+inline void launch(std::function<void()> work, Three grid, unsigned threads, size_t shared_bytes) {
+    std::vector<uint8_t> memory(shared_bytes + 64);
+    shared = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t(63));
+    if (fibers.size() < threads) fibers.resize(threads);
+    body = work, gridDim = grid, blockDim = {threads, 1, 1};
+    for (unsigned z = 0; z < grid.z; ++z)
+        for (unsigned y = 0; y < grid.y; ++y)
+            for (unsigned x = 0; x < grid.x; ++x) {
+                blockIdx = {x, y, z};
+                for (auto& byte : memory) byte = 0x7d;
+                warps.assign(threads / 32, Warp{});
+                alive = threads, at_barrier = 0;
+                for (unsigned i = 0; i < threads; ++i) {
+                    Fiber& fiber = fibers[i];
+                    fiber.ended = false, fiber.groups.clear(), fiber.open.clear();
+                    getcontext(&fiber.context);
+                    fiber.context.uc_stack.ss_sp = fiber.stack.data();
+                    fiber.context.uc_stack.ss_size = STACK;
+                    fiber.context.uc_link = &scheduler;
+                    makecontext(&fiber.context, run, 0);
+                }
+                while (alive)
+                    for (unsigned i = 0; i < threads; ++i)
+                        if (!fibers[i].ended) {
+                            current = i, threadIdx = {i, 0, 0};
+                            swapcontext(&scheduler, &fibers[i].context);
+                        }
+            }
+}
+// A kernel's parameters are taken one after the other from a row of 8-byte words.
+template <class... Parameters>
+void call(void (*kernel)(Parameters...), const uint8_t* words, Three grid, unsigned threads, size_t shared_bytes) {
+    auto work = [=] {
+        const uint8_t* at = words;
+        auto next = [&at](auto* value) { std::memcpy(value, at, sizeof *value), at += sizeof *value; };
+        std::tuple<Parameters...> values;
+        std::apply([&](auto&... each) { (next(&each), ...); }, values);
+        std::apply(kernel, values);
+    };
+    launch(work, grid, threads, shared_bytes);
+}
+template <class T, class Combine>
+T exchange(T value, Combine combine) {
+    struct Part {
+        T in, out;
+    } part{value, value};
+    together(&part, [&](void** lanes) {
+        for (int i = 0; i < 32; ++i)
+            static_cast<Part*>(lanes[i])->out = combine(i, [&](int k) { return static_cast<Part*>(lanes[k])->in; });
+    });
+    return part.out;
+}
+inline void arrive(std::vector<Copy>& copies) {
+    for (auto& copy : copies) std::memcpy(copy.to, copy.bytes, 16);
+    copies.clear();
+}
+}  // namespace emulated
+
+// ---- built-ins
+inline void __syncthreads() { emulated::barrier(); }
+inline void __threadfence() {}
+inline void __syncwarp(unsigned = ~0u) {
+    int nothing;
+    emulated::together(&nothing, [](void**) {});
+}
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int distance) {
+    return emulated::exchange(value, [=](int i, auto in) { return in(i ^ distance); });
+}
+template <class T>
+T __shfl_sync(unsigned, T value, int from) {  // `from` may differ between lanes
+    struct Part {
+        T in, out;
+        int from;
+    } part{value, value, from};
+    emulated::together(&part, [&](void** lanes) {
+        for (int i = 0; i < 32; ++i) {
+            Part* mine = static_cast<Part*>(lanes[i]);
+            mine->out = static_cast<Part*>(lanes[mine->from & 31])->in;
+        }
+    });
+    return part.out;
+}
+template <class T>
+T __shfl_up_sync(unsigned, T value, int distance) {
+    return emulated::exchange(value, [=](int i, auto in) { return in(i < distance ? i : i - distance); });
+}
+inline unsigned __ballot_sync(unsigned, bool mine) {
+    return emulated::exchange(unsigned(mine), [](int, auto in) {
+        unsigned all = 0;
+        for (int k = 0; k < 32; ++k) all |= (in(k) & 1) << k;
+        return all;
+    });
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+    return emulated::exchange(value, [](int, auto in) {
+        unsigned best = in(0);
+        for (int k = 1; k < 32; ++k) best = std::max(best, in(k));
+        return best;
+    });
+}
+inline unsigned __reduce_min_sync(unsigned, unsigned value) {
+    return emulated::exchange(value, [](int, auto in) {
+        unsigned best = in(0);
+        for (int k = 1; k < 32; ++k) best = std::min(best, in(k));
+        return best;
+    });
+}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline unsigned atomicAdd(unsigned* at, unsigned value) { return std::exchange(*at, *at + value); }
+inline int atomicAdd(int* at, int value) { return std::exchange(*at, *at + value); }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline int __float2int_rn(float x) { return int(std::nearbyint(x)); }
+template <class To, class From>
+To emulated_bits(From from) {
+    To to;
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
+inline int __float_as_int(float x) { return emulated_bits<int>(x); }
+inline unsigned __float_as_uint(float x) { return emulated_bits<unsigned>(x); }
+inline float __int_as_float(int x) { return emulated_bits<float>(x); }
+inline float __uint_as_float(unsigned x) { return emulated_bits<float>(x); }
+inline float half_bits(uint16_t bits) { return __half2float(emulated_bits<__half>(bits)); }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
+    return unsigned(((uint64_t(high) << 32) | low) >> (shift & 31));
+}
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    const uint64_t bytes = (uint64_t(y) << 32) | x;
+    unsigned out = 0;
+    for (int i = 0; i < 4; ++i) out |= unsigned((bytes >> (8 * ((selector >> (4 * i)) & 7))) & 255) << (8 * i);
+    return out;
+}
+inline int __dp4a(int a, int b, int c) {
+    for (int i = 0; i < 4; ++i) c += int(int8_t(a >> (8 * i))) * int(int8_t(b >> (8 * i)));
+    return c;
+}
+template <class T>
+T __ldcs(const T* at) { return *at; }
+template <class T>
+T __ldcg(const T* at) { return *at; }
+template <class T>
+T __ldg(const T* at) { return *at; }
+using std::isnan;
+using std::max;
+using std::min;
+inline int min(int a, unsigned b) { return std::min(a, int(b)); }
+
+// ---- machine.cuh
+inline void let_next_begin() {}
+inline void await_previous() {}
+inline void begin() {}
+inline void copy_async(void* to, const void* from, bool present = true) {
+    emulated::Copy copy{to, {}};
+    if (present) std::memcpy(copy.bytes, from, 16);
+    emulated::fibers[emulated::current].open.push_back(copy);
+}
+inline void commit_copies() {
+    emulated::Fiber& fiber = emulated::fibers[emulated::current];
+    fiber.groups.push_back(std::move(fiber.open));
+    fiber.open.clear();
+}
+template <int PENDING>
+void await_copies() {
+    emulated::Fiber& fiber = emulated::fibers[emulated::current];
+    while (fiber.groups.size() > PENDING) {
+        emulated::arrive(fiber.groups.front());
+        fiber.groups.pop_front();
+    }
+}
+template <bool TRANSPOSED>
+void load_matrices(uint32_t (&out)[4], const void* row) {
+    struct Part {
+        const uint16_t* row;
+        uint32_t* out;
+    } part{static_cast<const uint16_t*>(row), out};
+    if (reinterpret_cast<uintptr_t>(row) % 16) std::fprintf(stderr, "a matrix row is not aligned\n"), std::abort();
+    emulated::together(&part, [](void** lanes) {
+        auto element = [&](int matrix, int r, int c) { return uint32_t(static_cast<Part*>(lanes[8 * matrix + r])->row[c]); };
+        for (int lane = 0; lane < 32; ++lane)
+            for (int m = 0; m < 4; ++m) {
+                const int r = lane / 4, c = lane % 4 * 2;
+                static_cast<Part*>(lanes[lane])->out[m] =
+                    TRANSPOSED ? element(m, c, r) | element(m, c + 1, r) << 16 : element(m, r, c) | element(m, r, c + 1) << 16;
+            }
+    });
+}
+inline void multiply_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    struct Part {
+        float* d;
+        const uint32_t* a;
+        uint32_t b[2];
+    } part{d, a, {b0, b1}};
+    emulated::together(&part, [](void** lanes) {
+        auto part_of = [&](int lane) { return static_cast<Part*>(lanes[lane]); };
+        auto value = [](uint32_t word, int k) { return half_bits(uint16_t(word >> (16 * (k & 1)))); };
+        float a[16][16], b[16][8];
+        for (int i = 0; i < 16; ++i)
+            for (int k = 0; k < 16; ++k) a[i][k] = value(part_of(i % 8 * 4 + k % 8 / 2)->a[i / 8 + 2 * (k / 8)], k);
+        for (int k = 0; k < 16; ++k)
+            for (int n = 0; n < 8; ++n) b[k][n] = value(part_of(n * 4 + k % 8 / 2)->b[k / 8], k);
+        for (int i = 0; i < 16; ++i)
+            for (int n = 0; n < 8; ++n) {
+                float sum = 0.0f;
+                for (int k = 0; k < 16; ++k) sum += a[i][k] * b[k][n];
+                part_of(i % 8 * 4 + n / 2)->d[n % 2 + 2 * (i / 8)] += sum;
+            }
+    });
+}

@@ -1,0 +1,159 @@
+"""A card that is not there: runs lowered programs on the CPU by way of `card_kit/emulator.h`, for small shapes.
+
+Owns compiling kernel files for the host and the memory of one program. Knows no expectations.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from bloomery.gpu_worker.compile_cache import KERNELS, cache_folder
+from bloomery.gpu_worker.launches import MAX_ROWS, KernelName, Launch, StateAddress, StepAddresses
+from bloomery.gpu_worker.lowering import lower
+from bloomery.gpu_worker.prompt_lowering import lower_prompt
+from bloomery.runtime.executor import StepRows
+from bloomery.runtime.model_file import Tensor
+from bloomery.runtime.program import Program, RoutedExperts, View
+
+KIT = Path(__file__).parent / "card_kit"
+_HEADERS = ("/usr/local/cuda/include", "/opt/cuda/include", "/usr/include")
+_FILLED = 0x7D  # what memory holds before it is written
+
+
+@functools.cache
+def library(file: str, quant_type: str) -> ctypes.CDLL:
+    """A kernel file for the host; skips the test where a compiler or CUDA's headers are missing."""
+    compiler = shutil.which("g++")
+    headers = next((path for path in _HEADERS if (Path(path) / "cuda_fp16.h").exists()), None)
+    if compiler is None or headers is None:
+        pytest.skip("needs g++ and the CUDA toolkit's headers")
+    source = (KERNELS / f"{file}.cu").read_text(encoding="utf-8").replace("\\\n", " ")
+    names = re.findall(
+        r'extern "C" __global__ void[^;{]*?\b(\w+)\(', re.sub(r"#define.*|__launch_bounds__\([^)]*\)", "", source)
+    )
+    for macro, pattern in (("MATMUL", "matmul_{}"), ("ATTEND", "attend_{}"), ("FLASH", "flash_{}")):
+        for found in re.findall(rf"^{macro}\(([^)]*)\)", source, re.M):
+            arguments = [part.strip() for part in found.split(",")]
+            names.append(pattern.format("_".join(arguments) if macro == "FLASH" else arguments[0]))
+    cases = "\n".join(
+        f'    if (!strcmp(name, "{name}")) return call({name}, words, grid, threads, shared), 0;' for name in names
+    )
+    text = (
+        f'#include "{KIT / "emulator.h"}"\n#include "{KERNELS / f"{file}.cu"}"\nusing namespace emulated;\n'
+        'extern "C" int launch(const char* name, const uint8_t* words, unsigned x, unsigned y, unsigned z,'
+        f" unsigned threads, size_t shared) {{\n    const Three grid{{x, y, z}};\n{cases}\n    return 1;\n}}\n"
+    )
+    parts = [text, (KIT / "emulator.h").read_text(), *(p.read_text() for p in sorted(KERNELS.glob("*.cu*")))]
+    digest = hashlib.sha256("\0".join([*parts, quant_type]).encode()).hexdigest()[:20]
+    folder = cache_folder().parent / "emulated"
+    folder.mkdir(exist_ok=True)
+    to = folder / f"{file}-{quant_type}-{digest}.so"
+    if not to.exists():
+        unit, aside = folder / f"{to.stem}.cpp", folder / f"{to.stem}.aside"
+        unit.write_text(text, encoding="utf-8")
+        define = [f"-DQUANT={quant_type}"] if quant_type else []
+        options = ["-O1", "-w", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", f"-I{headers}", *define]
+        done = subprocess.run([compiler, *options, "-o", aside, unit], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[:3000]
+        aside.rename(to)
+    return ctypes.CDLL(str(to))
+
+
+def run(launch: Launch) -> None:
+    name: KernelName = launch.kernel
+    words = np.array(launch.words, np.int64)
+    status = library(name.file, name.quant_type).launch(
+        name.function.encode(),
+        ctypes.c_void_p(words.ctypes.data),
+        *map(ctypes.c_uint, launch.grid),
+        ctypes.c_uint(launch.threads),
+        ctypes.c_size_t(launch.shared),
+    )
+    assert status == 0, f"no kernel {name}"
+
+
+class EmulatedCard:
+    """The memory of one program (a CardContext) and steps over it."""
+
+    multiprocessors = 4
+
+    def __init__(
+        self, program: Program, *, context: int = 256, slots: int = 2, cache_type: str = "f16", rows: int = 256
+    ):
+        self.program, self.context, self.cache_type, self.rows = program, context, cache_type, rows
+        self.areas: dict[str, NDArray[np.uint8]] = {}
+        self.step = StepAddresses(*(self.area(f"step {i}", 4 * MAX_ROWS) for i in range(4)))
+        self.prompt_step = StepAddresses(*(self.area(f"prompt {i}", 4 * rows) for i in range(4)))
+        for buffer in program.buffers.values():
+            self.area(f"buffer {buffer.name}", 4 * buffer.width * rows)
+        for state in program.states.values():
+            self.area(f"cache {state.name}", slots * context * state.width * (4 if cache_type == "f32" else 2))
+        for name, held in program.weights.items():
+            self.put(f"weight {name}", held.data)
+        for op in program.ops:
+            if isinstance(op, RoutedExperts):
+                self.put(f"slot map {op.gate}", np.arange(program.weights[op.gate].shape[2], dtype=np.int32))
+
+    def area(self, name: str, nbytes: int) -> int:
+        if name not in self.areas or len(self.areas[name]) < nbytes:
+            whole = np.full(nbytes + 1024, _FILLED, np.uint8)
+            start = -whole.ctypes.data % 256
+            self.areas[name] = whole[start : start + nbytes + 256]
+        return self.areas[name].ctypes.data
+
+    def put(self, name: str, values: NDArray[Any]) -> int:
+        flat = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+        self.area(name, flat.size)
+        self.areas[name][: flat.size] = flat
+        return self.areas[name].ctypes.data
+
+    def view(self, view: View) -> tuple[int, int]:
+        return self.areas[f"buffer {view.buffer}"].ctypes.data + 4 * view.start, self.program.buffers[view.buffer].width
+
+    def weight(self, name: str) -> tuple[int, Tensor]:
+        return self.areas[f"weight {name}"].ctypes.data, self.program.weights[name]
+
+    def slot_map(self, name: str) -> int:
+        return self.areas[f"slot map {name}"].ctypes.data
+
+    def state(self, name: str) -> StateAddress:
+        width = self.program.states[name].width
+        return StateAddress(self.areas[f"cache {name}"].ctypes.data, self.context * width, width)
+
+    def scratch(self, name: str, nbytes: int) -> int:
+        return self.area(f"scratch {name}", nbytes)
+
+    def constant(self, name: str, values: NDArray[Any]) -> int:
+        return self.put(f"constant {name}", values)
+
+    def read(self, view: View, rows: int) -> NDArray[Any]:
+        """(rows, count, width) of a buffer."""
+        buffer = self.program.buffers[view.buffer]
+        kind = np.float32 if buffer.dtype == "f32" else np.int32
+        whole = self.areas[f"buffer {view.buffer}"][: 4 * rows * buffer.width].view(kind).reshape(rows, -1)
+        starts = view.start + view.stride * np.arange(view.count)
+        return whole[:, starts[:, None] + np.arange(view.width)].copy()
+
+    def run(self, rows: StepRows, *, block: bool) -> Sequence[Launch]:
+        """One step: as a prompt block, or (up to MAX_ROWS rows) as a decode step."""
+        n = len(rows.tokens)
+        make = lower_prompt if block else lower
+        make(self.program, self, n, len(rows.out_rows))  # sizes the scratch
+        launches = make(self.program, self, n, len(rows.out_rows))
+        for i, values in enumerate((rows.tokens, rows.slots, rows.positions, rows.out_rows)):
+            self.areas[f"{'prompt' if block else 'step'} {i}"][: values.nbytes] = values.view(np.uint8)
+        for launch in launches:
+            run(launch)
+        return launches
