@@ -35,7 +35,8 @@ from bloomery.runtime.states import RingState
 from bloomery.runtime.views import View
 
 TARGET = "deepseek41"
-CONFIDENCE = "confidence"
+CONFIDENCE = "confidence.out"
+"""The buffer of a row's confidence, a logit."""
 MOST_ROWS = 16
 
 
@@ -84,7 +85,7 @@ def build(model: ModelFile, target: ModelFile) -> Program:
         context_length=trunk.context_length,
         layers=h.trunk.layers,
         inputs=(FEATURES,),
-        reports=(f"{CONFIDENCE}.out",),
+        reports=(CONFIDENCE,),
         draft=facts,
     )
 
@@ -169,4 +170,4 @@ def confidence(b: ProgramBuilder, collapsed: View, previous: View) -> None:
     copy = View(previous.buffer, 0, collapsed.width)
     b.emit(CopyHeads("confidence_input", collapsed, copy))
     whole = View(previous.buffer, 0, collapsed.width + previous.width)
-    b.matmul(whole, ("conf_proj", b.buffer(CONFIDENCE, 1)))
+    b.matmul(whole, ("conf_proj", b.buffer("confidence", 1)))
