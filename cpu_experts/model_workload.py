@@ -6,6 +6,7 @@ from bloomery.cpu_experts.compile_cache import compile_kernel
 from bloomery.cpu_experts.lowering import lower
 from bloomery.cpu_experts.stage import LoweringContext, Stage
 from bloomery.runtime.architectures import load_program
+from bloomery.runtime.router_choices import keep_choices
 from bloomery.runtime.worker_messages import WorkerStart
 
 _MAP_SECONDS = 30.0  # a step's first look at each 64 KiB would cost a fault, half of an expert's time
@@ -15,7 +16,8 @@ class ModelWorkload:
     """Keeps the model file mapped: its pages are shared with all other workers through the page cache."""
 
     def __init__(self, start: WorkerStart) -> None:
-        self._model, self.program = load_program(start.model, start.taps, start.target)
+        self._model, program = load_program(start.model, start.taps, start.target)
+        self.program = keep_choices(program) if start.keep_choices else program
         self._model.map_pages(_MAP_SECONDS)
 
     def stages(self, context: LoweringContext) -> list[Stage]:

@@ -18,6 +18,7 @@ from bloomery.runtime.arena import Arena, ArenaLayout
 from bloomery.runtime.engram_record import EngramWords, engram_tables
 from bloomery.runtime.errors import BloomeryError
 from bloomery.runtime.process_tree import watch_parent
+from bloomery.runtime.router_choices import keep_choices
 from bloomery.runtime.row_reader import RowReader, RowTable
 from bloomery.runtime.runtime_files import unlink_owned
 from bloomery.runtime.step_record import STEP, STOP
@@ -48,7 +49,8 @@ class EngramWorker:
 
     def __init__(self, start: EngramStart, link: Link) -> None:
         self._start, self._link = start, link
-        _, self._program = load_program(start.model, start.taps)
+        _, program = load_program(start.model, start.taps)
+        self._program = keep_choices(program) if start.keep_choices else program
         self._tables = engram_tables(self._program)
         tables = [RowTable.of(self._program.weights[table.weight]) for table in self._tables]
         self._reader = RowReader(tables, cache_bytes=start.cache_bytes, direct=start.direct)

@@ -10,7 +10,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,12 @@ from rich.console import Console
 from rich.table import Table
 
 from bloomery.launcher import probe_engram
-from bloomery.launcher.command_line import Parser, UsageError, positive, program_parser, run_program
+from bloomery.launcher.command_line import Parser, positive, program_parser, run_program
+from bloomery.launcher.plots import check_plot, new_figure
 from bloomery.launcher.progress import ProgressDisplay
 from bloomery.launcher.tables import new_console, new_table, ranges
 from bloomery.runtime.bandwidth_probe import BandwidthReport, probe_bandwidth
 from bloomery.runtime.cpu_limits import affinity_mask, cpu_quota
-from bloomery.runtime.errors import BloomeryError
 from bloomery.runtime.memory_limits import available_memory
 from bloomery.runtime.topology import Topology, default_processes
 
@@ -183,23 +182,9 @@ def show_bandwidth(console: Console, report: BandwidthReport) -> None:
         console.print("Memory was too scarce for greater buffers: figures of few processes may be the cache's.")
 
 
-def check_plot(path: Path) -> None:
-    """Before anything is measured: whether the plot can be drawn at all."""
-    if find_spec("matplotlib") is None:
-        raise BloomeryError("--plot needs matplotlib, which is not installed", "pip install 'bloomery[plot]'")
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise UsageError(f"--plot {path}: unknown kind of picture", "end the name in .png, .svg or .pdf")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"--plot {path}: its folder does not exist", "make the folder first")
-
-
 def plot_bandwidth(path: Path, report: BandwidthReport) -> None:
     """Read bandwidth over the number of processes, and the line that it would follow if nothing were shared."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(7, 4.5)
     axes: Any = figure.add_subplot()
     counts = [rate.processes for rate in report.reads]
     speeds = [rate.bytes_per_second / GIGA for rate in report.reads]

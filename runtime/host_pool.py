@@ -16,8 +16,9 @@ import time
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from bloomery.runtime import runtime_files
+from bloomery.runtime import router_choices, runtime_files
 from bloomery.runtime.arena import TICKS_PER_STAGE, Arena, ArenaLayout, ArenaShape, Lowered
 from bloomery.runtime.cpu_limits import affinity_mask, cpu_quota
 from bloomery.runtime.engram_process import EngramProcess
@@ -116,22 +117,25 @@ class HostPool:
         engram: EngramOptions | None = None,
         taps: tuple[int, ...] = (),
         target: str = "",
+        keep_choices: bool = False,
     ) -> HostPool:
         """Starts the workers and returns when they can run steps.
 
         `processes` 0 means one for each core of the affinity mask and quota. `progress(stage, done, total)` is called
         with the stages "spawn", "compile" and "load". `workload` names what makes a worker's stages. `engram` is for
         the process that brings n-gram table rows, which only a program with engrams has. `taps` and `target` say how
-        the workers build the program from the file (`architectures.load_program`).
+        the workers build the program from the file (`architectures.load_program`). With `keep_choices` the pool runs
+        the program that `router_choices` makes of this one, and `choices` tells what routers picked.
         Raises ModelFileError and PlanError as the workers found them, PlanError if the arena does not fit, WorkerLost.
         """
         runtime_files.sweep()
+        program = router_choices.keep_choices(program) if keep_choices else program
         processes = processes or default_processes()
         max_rows = max(prompt_block, slots)
         max_out_rows = min(max_rows, max(slots, LOGITS_BYTES // (4 * program.vocabulary), 1))
         shape = ArenaShape(context, slots, max_rows, max_out_rows, processes, cache_type)
         name = f"pool{next(_pool_numbers)}"
-        starts = _worker_starts(model_path, taps, target, shape, time_stages, workload)
+        starts = _worker_starts(model_path, taps, target, shape, time_stages, workload, keep_choices)
         quiet = _QUIET_SECONDS * deadline_scale()
         group = WorkerGroup(name, starts, quiet)
         arena: Arena | None = None
@@ -278,6 +282,12 @@ class HostPool:
         if not self._closed:
             statistics["sleeping"] = [self._control.sleeping(rank) for rank in self._ranks]
         return statistics
+
+    def choices(self, rows: int) -> dict[int, NDArray[np.int32]]:
+        """With `keep_choices`: for each routing layer the experts (rows, used) that it picked for the first `rows` rows
+        of the last step; of the last layer for the first wanted rows. Views, valid until the next step."""
+        names = {name: name.removeprefix("expert_ids:") for name in self._arena.layout.buffers}
+        return {int(layer): self._arena.buffer(name)[:rows] for name, layer in names.items() if layer != name}
 
     def stage_shares(self) -> dict[str, tuple[float, float]]:
         """With `time_stages`: for each stage label the share of all steps' time that ranks spent in its kernel and
@@ -453,7 +463,13 @@ class HostPool:
 
 
 def _worker_starts(
-    model_path: str, taps: tuple[int, ...], target: str, shape: ArenaShape, time_stages: bool, workload: str
+    model_path: str,
+    taps: tuple[int, ...],
+    target: str,
+    shape: ArenaShape,
+    time_stages: bool,
+    workload: str,
+    keep_choices: bool,
 ) -> list[WorkerStart]:
     """One start for each rank, pinned in the topology's order. More ranks than cores share them and yield to wait."""
     order = Topology.read().within(affinity_mask()).pin_order()
@@ -476,6 +492,7 @@ def _worker_starts(
             deadline_ns=int(2e9 * _STALL_SECONDS * deadline_scale()),
             time_stages=time_stages,
             workload=workload,
+            keep_choices=keep_choices,
         )
         for rank in range(shape.processes)
     ]

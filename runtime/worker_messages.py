@@ -30,7 +30,8 @@ class WorkerStart:
     `owner` is the coordinator's name for files (`runtime_files`), `parent` its pid. `cpu` is the logical CPU to be
     pinned to. `spins`, `idle_ns` and `deadline_ns` are how long to spin at a barrier (pauses), to watch for the next
     step and to wait for another rank. `workload` is `module:function` of what makes the stages. `taps` and `target` are
-    `architectures.load_program`'s.
+    `architectures.load_program`'s; with `keep_choices` the program leaves the routers' choices behind
+    (`router_choices`).
     """
 
     rank: int
@@ -48,6 +49,7 @@ class WorkerStart:
     deadline_ns: int
     time_stages: bool
     workload: str
+    keep_choices: bool
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
