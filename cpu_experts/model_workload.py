@@ -6,6 +6,7 @@ from bloomery.cpu_experts.compile_cache import compile_kernel
 from bloomery.cpu_experts.lowering import lower
 from bloomery.cpu_experts.stage import LoweringContext, Stage
 from bloomery.runtime.architectures import load_program
+from bloomery.runtime.engram_record import engram_tables
 from bloomery.runtime.router_choices import keep_choices
 from bloomery.runtime.worker_messages import WorkerStart
 
@@ -18,7 +19,8 @@ class ModelWorkload:
     def __init__(self, start: WorkerStart) -> None:
         self._model, program = load_program(start.model, start.taps, start.target)
         self.program = keep_choices(program) if start.keep_choices else program
-        self._model.map_pages(_MAP_SECONDS)
+        tables = {table.weight for table in engram_tables(program)}  # larger than memory, and not read from here
+        self._model.map_pages(_MAP_SECONDS, besides=tables)
 
     def stages(self, context: LoweringContext) -> list[Stage]:
         return lower(self.program, context)

@@ -7,9 +7,10 @@ Owns typed access to keys and tensors with errors that name them. Does not know 
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -127,23 +128,28 @@ class ModelFile:
         """Bytes of all shards."""
         return sum(container.size for container in self._containers)
 
-    def map_pages(self, seconds: float) -> bool:
-        """Maps all pages of the file now, so that no later access has to; whether it did.
+    def map_pages(self, seconds: float, besides: Collection[str] = ()) -> bool:
+        """Maps all pages of the file now, so that no later access has to; whether it did. The tensors named `besides`
+        are left out, but for their first and last page.
 
         Reads what is not in the page cache. Stops after about `seconds`; does nothing for a file that would not stay in
         memory, nor on a kernel without MADV_POPULATE_READ (before 5.14).
         """
-        if self.size > available_memory() * _SHARE_OF_MEMORY:
+        if self.size - sum(self.tensors[name].nbytes for name in besides) > available_memory() * _SHARE_OF_MEMORY:
             return False
         end = time.monotonic() + seconds
         for container in self._containers:
-            for start in range(0, container.size, _MAP_CHUNK):
-                if time.monotonic() > end:
-                    return False
-                try:
-                    container.mapping.madvise(_POPULATE_READ, start, min(_MAP_CHUNK, container.size - start))
-                except OSError:
-                    return False
+            holes = sorted((entry.offset, entry.nbytes) for entry in container.entries if entry.name in besides)
+            begin = 0
+            for offset, nbytes in (*holes, (container.size, 0)):
+                for start in range(begin, offset, _MAP_CHUNK):
+                    if time.monotonic() > end:
+                        return False
+                    try:
+                        container.mapping.madvise(_POPULATE_READ, start, min(_MAP_CHUNK, offset - start))
+                    except OSError:
+                        return False
+                begin = (offset + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         return True
 
     @property

@@ -16,11 +16,13 @@ from typing import Literal
 
 from bloomery.runtime.arena import ArenaLayout, ArenaShape, Lowered
 from bloomery.runtime.daemon_config import DaemonConfig
+from bloomery.runtime.engram_record import engram_tables
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.host_pool import LOGITS_BYTES
 from bloomery.runtime.hot_list import HotList
 from bloomery.runtime.memory_limits import available_memory
 from bloomery.runtime.program import Program
+from bloomery.runtime.row_cache import cache_room
 from bloomery.runtime.runtime_files import SHARED_MEMORY
 from bloomery.runtime.topology import default_processes
 
@@ -131,12 +133,16 @@ def _terms(config: DaemonConfig, program: Program, processes: int, context: int)
     layout = ArenaLayout(program, shape, Lowered((), 0))
     logits = layout.regions[f"buffer:{program.logits}"].nbytes
     place: Literal["shared", "private"] = "shared" if processes else "private"
-    terms = [
-        MemoryTerm("weights", sum(tensor.nbytes for tensor in program.weights.values()), "mapped"),
-        MemoryTerm("processes", PROCESS_BYTES * (1 + processes), "private"),
-    ]
+    tables = {table.weight for table in engram_tables(program)}
+    weights = [tensor for name, tensor in program.weights.items() if name not in tables]
+    terms = [MemoryTerm("weights", sum(tensor.nbytes for tensor in weights), "mapped")]
+    brings = bool(tables and processes)  # a process of its own, for tables that may be larger than memory
+    terms.append(MemoryTerm("processes", PROCESS_BYTES * (1 + processes + brings), "private"))
+    if brings:
+        room = cache_room(sum(program.weights[name].nbytes for name in tables), config.engram_cache << 20)
+        terms.append(MemoryTerm("row cache", room, "private"))
     if not processes:
-        elements = sum(4 * _elements(tensor.shape) for tensor in program.weights.values())
+        elements = sum(4 * _elements(tensor.shape) for tensor in weights)
         terms.append(MemoryTerm("dequantised weights", min(elements, REFERENCE_WEIGHT_BYTES), "private"))
     terms += [  # what a person can ask less of comes last, and is therefore what a refusal names
         MemoryTerm("activations", layout.segments["activations"] - logits, place),
@@ -200,6 +206,7 @@ _HINTS = {
     "activations": "ask for a smaller --prompt-block",
     "logits": "ask for a smaller --prompt-block or fewer sequences (--parallel)",
     "processes": "ask for fewer processes (--threads)",
+    "row cache": "ask for a smaller --engram-cache",
     "dequantised weights": "use --executor host",
 }
 

@@ -15,6 +15,11 @@ _TABLE_SHIFT = 40
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # Fibonacci hashing: neighbours go to far sets
 
 
+def cache_room(table_bytes: int, limit: int) -> int:
+    """Bytes of a cache for tables of so many bytes: `limit`, or what is certain to hold all their rows."""
+    return min(limit, 2 * table_bytes + (1 << 16))
+
+
 class RowCache:
     """Rows of `row_bytes` bytes, named by (table, row). Less than one set of room means that nothing is kept."""
 

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from bloomery.runtime.errors import BloomeryError
 from bloomery.runtime.memory_limits import available_memory
 from bloomery.runtime.model_file import Tensor
-from bloomery.runtime.row_cache import RowCache
+from bloomery.runtime.row_cache import RowCache, cache_room
 
 PAGE = 4096
 DIRECT_THREADS = 16
@@ -97,7 +97,7 @@ class RowReader:
         total = sum(table.nbytes for table in tables)
         self.keep_pages = KEEP_SHARE * total <= available_memory() if keep_pages is None else keep_pages
         self.direct = direct
-        self.cache = RowCache(self.row_bytes, min(cache_bytes, 2 * total + (1 << 16)))
+        self.cache = RowCache(self.row_bytes, cache_room(total, cache_bytes))
         self.counters = ReadCounters()
         self._files: list[int] = []
         self._touched: list[tuple[int, NDArray[np.int64]]] = []  # (table, offsets) that went through the page cache

@@ -1,34 +1,56 @@
-"""DeepSeek-V4.1-Flash as a draft: its layer shapes, roles and quant types, with n-gram tables cut to a size that a
-benchmark can have.
+"""DeepSeek-V4.1-Flash as a draft: its layer shapes, roles and quant types, with n-gram tables as holes in the file.
 
-Knows which layer of the model has which tensors; how drafts become files is `synthetic_file.py`'s.
+Knows which layer of the model has which tensors; how drafts become files is `synthetic_file.py`'s, and rows of the
+tables are written by `synthetic_rows.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
 from bloomery.runtime.synthetic_model import Draft, Shapes, begin_draft, end_draft, feed_forward_tensors
 
-ENGRAM_SITES: Final = (1, 14)
-SOURCES: Final = (2, 8, 14, 20)
-"""Layers that make compressed rows and index keys; from the last on a row stands for one position, before for two."""
-PUBLISHERS: Final = (2, 8, 14, 20, 24, 28, 32, 36)
-"""Layers that choose the rows to attend to."""
 LEAST_LAYERS: Final = 3
 """The first layer of compressed rows is the third."""
-TABLE_ROWS: Final = 1 << 20
-"""About so many rows of each n-gram table stand for the model's 384 million."""
+BUCKET_ROWS: Final = 16_000_000
+"""Each head of an n-gram table has a prime number of rows, the next ones from here on."""
 LONGEST, ENGRAM_HEADS, ENGRAM_WIDTH, PAD = 4, 8, 256, 2
 COPIES: Final = 4
+CANDIDATE_BLOCK, CANDIDATE_BLOCKS = 8, 2048
+
+
+@dataclass(frozen=True)
+class LayerRoles:
+    """Which layers do what. `sources` make compressed rows and index keys: from the last on a row stands for one
+    position, before for two. `publishers` choose the rows to attend to. `sites` have n-gram tables."""
+
+    sources: tuple[int, ...]
+    publishers: tuple[int, ...]
+    sites: tuple[int, ...]
+
+    def ratio(self, layer: int) -> int:
+        return 0 if layer < self.sources[0] else 2 if layer < self.sources[-1] else 1
+
+
+PUBLISHED_ROLES: Final = LayerRoles((2, 8, 14, 20), (2, 8, 14, 20, 24, 28, 32, 36), (1, 14))
+SMALL_LAYERS: Final = 8
+SMALL_ROLES: Final = LayerRoles((2, 4, 6), (2, 4, 6, 7), (1, 4))
+"""All roles of the published model in as few layers: two windows, two sources of ratio 2 with a layer each that reads
+them, one of ratio 1 with two lists over its rows, two tables."""
+
+
+def layer_roles(layers: int) -> LayerRoles:
+    """SMALL_ROLES for SMALL_LAYERS layers, else the roles of the published model's first layers."""
+    return SMALL_ROLES if layers == SMALL_LAYERS else PUBLISHED_ROLES
 
 
 @dataclass(frozen=True)
 class SparseShapes:
     """What `Shapes` does not have: the latent of queries, the output's groups and their rank, the window, the indexer's
-    heads, width and rows kept, and how many rows each n-gram table has, about."""
+    heads, width and rows kept, and the least number of rows of each of an n-gram table's heads."""
 
     q_rank: int = 1280
     groups: int = 8
@@ -37,7 +59,7 @@ class SparseShapes:
     index_heads: int = 32
     index_width: int = 128
     index_keep: int = 512
-    table_rows: int = TABLE_ROWS
+    bucket_rows: int = BUCKET_ROWS
 
 
 DEEPSEEK_V41_FLASH: Final = Shapes(
@@ -48,7 +70,7 @@ DEEPSEEK_V41_FLASH: Final = Shapes(
 
 def deepseek41_draft(s: Shapes, mix: str, sparse: SparseShapes = SparseShapes()) -> Draft:
     assert s.layers >= LEAST_LAYERS, s.layers
-    d = begin_draft("deepseek41", s, mix, "deepseek-v3")
+    d, roles = begin_draft("deepseek41", s, mix, "deepseek-v3"), layer_roles(s.layers)
     del d.keys["deepseek41.feed_forward_length"]
     d.router = "BF16"
     d.hyper(
@@ -61,7 +83,7 @@ def deepseek41_draft(s: Shapes, mix: str, sparse: SparseShapes = SparseShapes())
         attention__output_lora_rank=sparse.group_rank,
         attention__sliding_window=sparse.window,
         attention__compress_rope_freq_base=160000.0,
-        attention__compress_ratios=[_ratio(layer) for layer in range(s.layers)],
+        attention__compress_ratios=[roles.ratio(layer) for layer in range(s.layers)],
         attention__indexer__head_count=sparse.index_heads,
         attention__indexer__key_length=sparse.index_width,
         attention__indexer__top_k=sparse.index_keep,
@@ -84,16 +106,24 @@ def deepseek41_draft(s: Shapes, mix: str, sparse: SparseShapes = SparseShapes())
         swiglu_clamp_shexp=10.0,
         hash_layer_count=0,
     )
-    primes = _engram_keys(d, s, sparse)
+    if roles.sources[-1] < s.layers:
+        d.hyper(
+            attention__candidate_source_layer_id=roles.sources[-1],
+            attention__candidate_block_size=CANDIDATE_BLOCK,
+            attention__candidate_topk_blocks=CANDIDATE_BLOCKS,
+        )
+    sites = [layer for layer in roles.sites if layer < s.layers]
+    primes = _engram_keys(d, s, sparse, sites)
     for layer in range(s.layers):
         d.layer(layer)
-        if layer in ENGRAM_SITES:
-            d.matrix("engram_embd", ENGRAM_WIDTH, sum(primes))
-            d.matrix("engram_wkv", ENGRAM_WIDTH * len(primes), (COPIES + 1) * s.width)
+        if layer in sites:
+            mine = primes[sites.index(layer)]
+            d.matrix("engram_embd", ENGRAM_WIDTH, sum(mine), hollow=True)
+            d.matrix("engram_wkv", ENGRAM_WIDTH * len(mine), (COPIES + 1) * s.width)
             d.matrix("engram_k", s.width, COPIES, deviation=1.0)
             d.matrix("engram_q", s.width, COPIES, deviation=1.0)
         _connections(d, s, "attn")
-        _attention(d, s, sparse, layer)
+        _attention(d, s, sparse, roles, layer)
         _connections(d, s, "ffn")
         d.norm("ffn_norm", s.width)
         d.matrix("ffn_gate_inp", s.width, s.experts)
@@ -105,10 +135,6 @@ def deepseek41_draft(s: Shapes, mix: str, sparse: SparseShapes = SparseShapes())
     return end_draft(d, s)
 
 
-def _ratio(layer: int) -> int:
-    return 0 if layer < SOURCES[0] else 2 if layer < SOURCES[-1] else 1
-
-
 def _connections(d: Draft, s: Shapes, part: str) -> None:
     mixes = COPIES * (2 + COPIES)
     d.matrix(f"hc_{part}_fn", COPIES * s.width, mixes)
@@ -116,7 +142,7 @@ def _connections(d: Draft, s: Shapes, part: str) -> None:
     d.vector(f"hc_{part}_scale.weight", 3, 1.0, 0.05)
 
 
-def _attention(d: Draft, s: Shapes, sparse: SparseShapes, layer: int) -> None:
+def _attention(d: Draft, s: Shapes, sparse: SparseShapes, roles: LayerRoles, layer: int) -> None:
     d.norm("attn_norm", s.width)
     d.matrix("attn_q_a", s.width, sparse.q_rank)
     d.norm("attn_q_a_norm", sparse.q_rank)
@@ -126,23 +152,23 @@ def _attention(d: Draft, s: Shapes, sparse: SparseShapes, layer: int) -> None:
     d.vector("attn_sinks.weight", s.heads, 0.0, 1.0)
     d.matrix("attn_output_a", s.heads * s.head_width // sparse.groups, sparse.groups * sparse.group_rank)
     d.matrix("attn_output_b", sparse.groups * sparse.group_rank, s.width)
-    if layer in SOURCES:
+    if layer in roles.sources:
         d.matrix("attn_compressor_kv", s.width, s.head_width)
-        if _ratio(layer) > 1:
+        if roles.ratio(layer) > 1:
             d.matrix("attn_compressor_gate", s.width, s.head_width)
         d.norm("attn_compressor_norm", s.head_width)
         d.matrix("indexer.attn_k", s.head_width, sparse.index_width)
         d.norm("indexer.k_norm", sparse.index_width)
-    if layer in PUBLISHERS:
+    if layer in roles.publishers:
         d.matrix("indexer.attn_q_b", sparse.q_rank, sparse.index_heads * sparse.index_width)
         d.matrix("indexer.proj", s.width, sparse.index_heads)
 
 
-def _engram_keys(d: Draft, s: Shapes, sparse: SparseShapes) -> list[int]:
-    """Adds the hash's constants; returns the primes of one site, which here are the same for both."""
-    sites = [layer for layer in ENGRAM_SITES if layer < s.layers]
+def _engram_keys(d: Draft, s: Shapes, sparse: SparseShapes, sites: Sequence[int]) -> list[list[int]]:
+    """Adds the hash's constants; returns the primes of each site: the next unused ones, site after site."""
     buckets = (LONGEST - 1) * ENGRAM_HEADS
-    primes = _primes_from(sparse.table_rows // buckets, buckets)
+    found = _primes_from(sparse.bucket_rows, buckets * len(sites))
+    primes = [found[first : first + buckets] for first in range(0, len(found), buckets)]
     compressed = s.vocabulary * 3 // 4
     d.hyper(
         engram__layer_ids=sites,
@@ -150,8 +176,8 @@ def _engram_keys(d: Draft, s: Shapes, sparse: SparseShapes) -> list[int]:
         engram__key_length=ENGRAM_WIDTH,
         engram__max_ngram_size=LONGEST,
         engram__multipliers=tuple((2 * number + 1) * 0x9E3779B1 for number in range(len(sites) * LONGEST)),
-        engram__primes=tuple(primes * len(sites)),
-        engram__offsets=tuple([0, *accumulate(primes[:-1])] * len(sites)),
+        engram__primes=tuple(found),
+        engram__offsets=tuple(offset for mine in primes for offset in (0, *accumulate(mine[:-1]))),
         engram__token_map=[token % compressed for token in range(s.vocabulary)],
         engram__pad_id=PAD,
     )

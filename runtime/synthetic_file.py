@@ -53,7 +53,7 @@ def synthetic_file(
     path = folder / f"{name}-{draft.layers}-layers-{draft.mix}-{digest(draft)}.gguf"
     if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        check_room(folder, draft.nbytes)
+        check_room(folder, draft.written_bytes)
         write_draft(draft, path, progress=progress)
     return path
 
@@ -94,13 +94,29 @@ def write_draft(
         writer.write_ti_data_to_file()
         done = 0
         for index, tensor in enumerate(draft.tensors):
+            if tensor.hollow:
+                _leave_hole(writer, tensor)
+                continue
             data = np.empty(tensor.nbytes, np.uint8)
             for piece in _pieces(tensor, np.random.default_rng([seed, index]), data):
                 done += piece
-                progress("write the benchmark file", done, draft.nbytes)
+                progress("write the benchmark file", done, draft.written_bytes)
             writer.write_tensor_data(data)
         writer.close()
         os.replace(part, path)
+
+
+def _leave_hole(writer: GGUFWriter, tensor: DraftTensor) -> None:
+    """What `write_tensor_data` does, for a tensor of zeros that need not be written."""
+    assert writer.fout is not None
+    [file], [waiting] = writer.fout, writer.tensors
+    assert waiting.pop(tensor.name).nbytes == tensor.nbytes
+    writer.write_padding(file, file.tell())
+    end = file.tell() + tensor.nbytes
+    end = GGUFWriter.ggml_pad(end, writer.data_alignment)
+    file.flush()
+    file.truncate(end)
+    file.seek(end)
 
 
 def _pieces(tensor: DraftTensor, generator: np.random.Generator, data: Bytes) -> Iterator[int]:

@@ -21,13 +21,14 @@ _CONTROL, _UNUSED, _NORMAL = 3, 5, 1  # token types
 @dataclass(frozen=True)
 class DraftTensor:
     """`shape` in the file's order, contiguous dimension first. Values have this mean and standard deviation; only F32
-    tensors have a mean other than 0."""
+    tensors have a mean other than 0. A `hollow` one is a hole in the file: it reads as zeros and takes no room."""
 
     name: str
     quant_type: QuantType
     shape: tuple[int, ...]
     mean: float
     deviation: float
+    hollow: bool = False
 
     @property
     def elements(self) -> int:
@@ -68,11 +69,12 @@ class Draft:
     def no_layer(self) -> None:
         self._prefix = ""
 
-    def matrix(self, stem: str, *shape: int, deviation: float | None = None) -> None:
+    def matrix(self, stem: str, *shape: int, deviation: float | None = None, hollow: bool = False) -> None:
         """A weight of the mix's type; values of deviation row^-1/2, so that products keep the size of their input."""
         kind = mixed_type(self.mix, stem, self._layer, self.layers, tied=self.tied, row=shape[0], router=self.router)
         name = f"{self._prefix}{stem}.weight"
-        self.tensors.append(DraftTensor(name, kind, shape, 0.0, shape[0] ** -0.5 if deviation is None else deviation))
+        spread = shape[0] ** -0.5 if deviation is None else deviation
+        self.tensors.append(DraftTensor(name, kind, shape, 0.0, spread, hollow))
 
     def vector(self, name: str, width: int, mean: float, deviation: float) -> None:
         """F32; `name` with its suffix, .weight or .bias."""
@@ -84,6 +86,11 @@ class Draft:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def written_bytes(self) -> int:
+        """What the file takes on a disk: all but its holes."""
+        return sum(tensor.nbytes for tensor in self.tensors if not tensor.hollow)
 
 
 @dataclass(frozen=True)

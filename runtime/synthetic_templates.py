@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from bloomery.runtime.errors import BloomeryError
-from bloomery.runtime.synthetic_deepseek41 import DEEPSEEK_V41_FLASH, LEAST_LAYERS, deepseek41_draft
+from bloomery.runtime.synthetic_deepseek41 import DEEPSEEK_V41_FLASH, LEAST_LAYERS, SMALL_LAYERS, deepseek41_draft
 from bloomery.runtime.synthetic_model import (
     DEEPSEEK_V2_LITE,
     LLAMA_1B,
@@ -25,9 +25,9 @@ from bloomery.runtime.synthetic_model import (
 
 @dataclass(frozen=True)
 class Template:
-    """A model by name. `default_layers` keeps files small where fewer layers say the same about speed,
-    `least_layers` is what the architecture needs. `peer_layers`: the numbers of layers at which llama.cpp takes the
-    file, None for any, empty where it does not know the architecture."""
+    """A model by name. `default_layers` and `default_experts` (0: all) keep files small where fewer say the same about
+    speed, `least_layers` is what the architecture needs. `peer_layers`: the numbers of layers at which llama.cpp takes
+    the file, None for any, empty where it does not know the architecture."""
 
     shapes: Shapes
     draft: Callable[[Shapes, str], Draft]
@@ -35,6 +35,7 @@ class Template:
     least_layers: int = 1
     peer_layers: tuple[int, ...] | None = None
     default_mix: str = "Q4_K_M"
+    default_experts: int = 0
 
 
 TEMPLATES: Final[Mapping[str, Template]] = {
@@ -42,7 +43,13 @@ TEMPLATES: Final[Mapping[str, Template]] = {
     "deepseek-v2-lite": Template(DEEPSEEK_V2_LITE, deepseek2_draft, 27, peer_layers=(26, 27)),
     "llama-1b": Template(LLAMA_1B, llama_draft, 16),
     "deepseek41": Template(
-        DEEPSEEK_V41_FLASH, deepseek41_draft, LEAST_LAYERS, LEAST_LAYERS, peer_layers=(), default_mix="Q3_K_M"
+        DEEPSEEK_V41_FLASH,
+        deepseek41_draft,
+        SMALL_LAYERS,
+        LEAST_LAYERS,
+        peer_layers=(),
+        default_mix="Q3_K_M",
+        default_experts=24,
     ),
 }
 
@@ -54,6 +61,7 @@ def synthetic_draft(name: str, layers: int = 0, mix: str = "", experts: int = 0)
     if template is None:
         raise BloomeryError(f"there is no benchmark file called {name}", f"choose one of {', '.join(TEMPLATES)}")
     layers, mix = layers or template.default_layers, mix or template.default_mix
+    experts = experts or template.default_experts
     if layers < template.least_layers:
         message = f"{name} with {layers} layers: at least {template.least_layers} make a model of its architecture"
         raise BloomeryError(message, f"--layers {template.least_layers}")
