@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import IO, NoReturn
 
+from bloomery.launcher.draft_options import DRAFT_OPTIONS, add_draft_options
 from bloomery.runtime.daemon_config import DaemonConfig
 from bloomery.runtime.errors import BloomeryError, system_hint
 
@@ -40,6 +41,7 @@ DAEMON_OPTIONS = (
     ("engram_direct", "engram_direct", "--engram-direct"),
     ("hot_list", "hot_list", "--hot-list"),
     ("cache_ram", "cache_ram", "--cache-ram"),
+    *DRAFT_OPTIONS,
 )
 
 
@@ -212,6 +214,7 @@ def add_daemon_options(parser: argparse.ArgumentParser) -> None:
     )
     add_memory_options(group)
     add_hot_list_option(group)
+    add_draft_options(parser)
 
 
 def add_memory_options(group: argparse._ArgumentGroup) -> None:

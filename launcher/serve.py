@@ -27,6 +27,7 @@ from bloomery.launcher.command_line import (
     write_line,
 )
 from bloomery.launcher.demo_model import chosen_model
+from bloomery.launcher.draft_options import DRAFT_OPTIONS, add_draft_options
 from bloomery.launcher.serve_flags import add_accepted_flags, add_default_flags, default_fields
 from bloomery.runtime.daemon_config import DaemonConfig
 
@@ -53,6 +54,7 @@ def build_parser() -> Parser:
     add_model_options(parser)
     add_endpoint_option(parser)
     _add_machine_flags(parser.add_argument_group("machine"))
+    add_draft_options(parser)
     _add_http_flags(parser.add_argument_group("HTTP"))
     _add_chat_flags(parser.add_argument_group("chat"))
     add_default_flags(parser.add_argument_group("defaults of requests"))
@@ -237,6 +239,7 @@ def daemon_of(args: argparse.Namespace) -> DaemonConfig:
         "engram_direct": args.engram_direct,
         "slot_folder": str(Path(args.slot_save_path).resolve()) if args.slot_save_path else None,
         "alias": names(args.alias)[0] if names(args.alias) else None,
+        **{field: getattr(args, attribute) for attribute, field, _ in DRAFT_OPTIONS},
     }
     chosen = {name: value for name, value in given.items() if value is not None}
     return DaemonConfig(model=chosen_model(args), context=context, slots=slots, **chosen)
@@ -247,8 +250,6 @@ def serve(args: argparse.Namespace) -> int:
     from bloomery.runtime.private_daemon import PrivateDaemon
 
     settings = settings_of(args)
-    for flag in args.not_used:
-        write_line(f"{PROGRAM}: {flag} is not used: answers are the same without it", sys.stderr)
     source: DaemonSource
     if args.endpoint is None:
         config = daemon_of(args)

@@ -78,6 +78,27 @@ _WITH_VALUE = [
     "--override-tensor",
     "-ot",
     "--models-max",
+    "-td",
+    "--threads-draft",
+    "--spec-draft-threads",
+    "-tbd",
+    "--threads-batch-draft",
+    "--spec-draft-threads-batch",
+    "-devd",
+    "--device-draft",
+    "--spec-draft-device",
+    "-ngld",
+    "--gpu-layers-draft",
+    "--n-gpu-layers-draft",
+    "--spec-draft-ngl",
+    "-ctkd",
+    "--cache-type-k-draft",
+    "--spec-draft-type-k",
+    "-ctvd",
+    "--cache-type-v-draft",
+    "--spec-draft-type-v",
+    "--draft-p-split",
+    "--spec-draft-p-split",
     "--load-mode",
 ]
 _WITHOUT_VALUE = [
@@ -111,34 +132,6 @@ _WITHOUT_VALUE = [
 ]
 
 
-# Flags that only make llama-server faster and that have no counterpart yet: accepted with a word about it.
-_NOT_USED = (
-    "--model-draft",
-    "-md",
-    "--spec-type",
-    "--spec-draft-n-max",
-    "--spec-draft-n-min",
-    "--spec-synth-len",
-    "--spec-synth-rates",
-    "--draft-max",
-    "--draft-min",
-    "--draft-p-min",
-)
-
-
-class _Unused(argparse.Action):
-    """Notes the flag's name."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        namespace.not_used = [*namespace.not_used, option_string]
-
-
 def add_default_flags(group: argparse._ArgumentGroup) -> None:
     for spellings, field, kind in _DEFAULTS:
         group.add_argument(*spellings, dest=f"default_{field}", type=kind, metavar="X", help=f"default of {field}")
@@ -167,7 +160,5 @@ def default_fields(args: argparse.Namespace) -> dict[str, Any]:
 def add_accepted_flags(group: argparse._ArgumentGroup) -> None:
     for flag in _WITH_VALUE:
         group.add_argument(flag, dest="accepted_value", help=argparse.SUPPRESS)
-    for flag in _NOT_USED:
-        group.add_argument(flag, dest="not_used", action=_Unused, default=[], help=argparse.SUPPRESS)
     for flag in _WITHOUT_VALUE:
         group.add_argument(flag, dest="accepted", action="store_true", help=argparse.SUPPRESS)

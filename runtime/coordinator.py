@@ -68,9 +68,12 @@ def run_daemon(
     while the model loads. `parent` is the process to end with, if `config.exit_with_parent` (default: os.getppid()).
     Raises BloomeryError for whatever keeps it from serving.
     """
+    from bloomery.runtime.drafts.start import draft_kind, draft_limits
     from bloomery.runtime.placement import chosen_plan
 
     chosen_plan(config.plan)
+    draft_kind(config)
+    draft_limits(config)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     sweep()
     with ExitStack() as stack:
@@ -180,6 +183,8 @@ class Daemon:
         from bloomery.runtime.architectures import build_program
         from bloomery.runtime.chat_template import ChatTemplate
         from bloomery.runtime.deepseek_template import chat_template_text
+        from bloomery.runtime.drafts.drafting import Drafting
+        from bloomery.runtime.drafts.start import draft_kind, draft_limits, start_draft
         from bloomery.runtime.engine import Engine
         from bloomery.runtime.hot_list import check_hot_list, model_name, read_hot_list
         from bloomery.runtime.model_facts import model_facts
@@ -203,18 +208,21 @@ class Daemon:
         self._report("open", 2, 3)
         template = ChatTemplate.from_model_file(model, tokenizer) if chat_template_text(model) else None
         self._report("open", 3, 3)
-        executor = self._start_executor(program, plan)
+        draft, draft_bytes = start_draft(self._config, model, plan, self._start_executor, self._stack)
+        executor = self._start_executor(self._config, program, plan)
         self._stack.callback(executor.close)
+        max_rows = min(executor.max_rows, executor.max_out_rows)
         engine = Engine(
             executor,
             tokenizer,
             template,
             queue_limit=self._config.queue_limit,
-            snapshot_bytes=plan.term("snapshots"),
+            snapshot_bytes=max(0, plan.term("snapshots") - draft_bytes),
+            drafting=Drafting(draft, draft_limits(self._config), max_rows) if draft else None,
         )
         engine.prepare()
         self._start_engine(engine)
-        facts = model_facts(model, tokenizer, plan, self._config.alias)
+        facts = model_facts(model, tokenizer, plan, self._config.alias, draft_kind(self._config))
         welcome = Welcome(
             version=max(VERSIONS),
             server=f"bloomery/{version('bloomery')}",
@@ -234,7 +242,8 @@ class Daemon:
             "processes": plan.processes,
             "ctx": plan.context,
             "slots": plan.slots,
-            "memory": {term.name: term.nbytes for term in plan.terms},
+            "draft": facts.draft,
+            "memory": {term.name: term.nbytes for term in plan.terms} | ({"draft": draft_bytes} if draft_bytes else {}),
         }
         self._state.parts = {"engine": engine.status, "workers": executor.statistics}
         files = SlotFiles(self._config.slot_folder, {"tokenizer": facts.tokenizer_digest, "plan": plan.digest})
@@ -242,8 +251,8 @@ class Daemon:
         self._service.serve(Served(engine, calls, welcome))
         self._state.state = "ready"
 
-    def _start_executor(self, program: Program, plan: Plan) -> StepExecutor:
-        if self._config.executor == "reference":
+    def _start_executor(self, config: DaemonConfig, program: Program, plan: Plan) -> StepExecutor:
+        if config.executor == "reference":
             from bloomery.runtime.placement import REFERENCE_WEIGHT_BYTES
             from bloomery.runtime.reference import ReferenceExecutor
 
@@ -252,22 +261,22 @@ class Daemon:
                 context=plan.context,
                 slots=plan.slots,
                 max_rows=max(plan.prompt_block, plan.slots),
-                cache_type=self._config.cache_type,
+                cache_type=config.cache_type,
                 weight_bytes=REFERENCE_WEIGHT_BYTES,
             )
         from bloomery.runtime.host_pool import HostPool
         from bloomery.runtime.worker_messages import EngramOptions
 
         return HostPool.start(
-            self._config.model,
+            config.model,
             program,
             context=plan.context,
             slots=plan.slots,
             processes=plan.processes,
             prompt_block=plan.prompt_block,
-            cache_type=self._config.cache_type,
+            cache_type=config.cache_type,
             progress=self._report,
-            engram=EngramOptions(self._config.engram_cache << 20, self._config.engram_direct),
+            engram=EngramOptions(config.engram_cache << 20, config.engram_direct),
         )
 
     def _start_engine(self, engine: Engine) -> None:

@@ -15,7 +15,12 @@ class DaemonConfig:
     Of n-gram table rows `engram_cache` MiB are kept in memory; with `engram_direct` they are read past the page cache.
     `hot_list` is a file that ranks the experts of each layer for plans that place them ("": none).
     Slots are saved to files in `slot_folder` ("": not at all). Of conversations that lost their slot, states of up to
-    `cache_ram` MiB are kept in memory (0: none, -1: whatever the plan leaves free)."""
+    `cache_ram` MiB are kept in memory (0: none, -1: whatever the plan leaves free).
+
+    `draft` says who guesses tokens ahead (`drafts.start.KINDS`; "": "model" if there is a `draft_model` file, else
+    "none"): at most `draft_max` in a step (0: the default) and none if fewer than `draft_min`; a draft model's guess
+    ends at a chance below `draft_p_min`. With `draft_fixed` guesses are checked whether or not that pays. For measuring
+    guesses are accepted at `draft_rates`, or so that a step brings `draft_length` tokens (`drafts.synthetic`)."""
 
     model: str
     plan: str = "auto"
@@ -35,3 +40,11 @@ class DaemonConfig:
     engram_direct: bool = False
     hot_list: str = ""
     cache_ram: int = 8192
+    draft: str = ""
+    draft_model: str = ""
+    draft_max: int = 0
+    draft_min: int = 0
+    draft_p_min: float = 0.0
+    draft_fixed: bool = False
+    draft_rates: tuple[float, ...] = ()
+    draft_length: float = 0.0

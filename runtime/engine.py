@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bloomery.runtime.drafts.drafting import Drafting
 from bloomery.runtime.engine_counters import EngineCounters
 from bloomery.runtime.errors import BloomeryError, RequestError, StepAborted, WorkerLost
 from bloomery.runtime.executor import StepExecutor, StepResult, StepRows
@@ -50,11 +51,12 @@ class Engine:
         *,
         queue_limit: int = 64,
         snapshot_bytes: int = 0,
+        drafting: Drafting | None = None,
     ) -> None:
         """`snapshot_bytes`: what states of conversations without a slot may take (`snapshot_cache`)."""
         assert executor.slots <= min(executor.max_rows, executor.max_out_rows)
         self._executor, self._tokenizer, self._template = executor, tokenizer, template
-        self._tools = SamplingTools(tokenizer)
+        self._tools, self._drafting = SamplingTools(tokenizer), drafting
         self._queue_limit = queue_limit
         self._snapshots = SnapshotCache(executor, snapshot_bytes)
         self._pool = SlotPool(executor.slots, executor.copy_prefix, executor.continuable, self._snapshots)
@@ -174,12 +176,14 @@ class Engine:
             "steps": self._counters.steps,
             "prompt_tokens_per_second": self._scheduler.prompt_rate,
             "generated_tokens_per_second": self._counters.generation_rate,
+            **({"draft": self._drafting.statistics()} if self._drafting else {}),
         }
 
     def metrics(self) -> dict[str, Any]:
         """Counters since the start and gauges; plain values, names of their units (tokens, seconds, steps)."""
         return {
             **self._counters.values(),
+            **(self._drafting.counts() if self._drafting else {}),
             "queue_depth": len(self._queue) + len(self._preparing),
             "running": len(self._running),
             "slots": len(self._pool.slots),
@@ -254,14 +258,17 @@ class Engine:
             return self._interrupted  # by a sink, just now
         prompt_rows = sum(rows for sequence, rows in parts if sequence.rows_left > 1)
         streams = sum(sequence.rows_left == 1 for sequence, _ in parts)
+        if self._drafting and not prompt_rows:
+            parts = self._drafting.extend(parts)
         out_rows = [sequence.out_rows(rows) for sequence, rows in parts]
         result = self._step(parts, out_rows, prompt_rows > 0)
         if result is None:
             return True
-        self._scheduler.observe(prompt_rows + streams, prompt_rows, streams, result.seconds)
+        rows_in_all = sum(rows for _, rows in parts)
+        self._scheduler.observe(rows_in_all, prompt_rows, streams, result.seconds)
         longest = max(sequence.length for sequence, _ in parts)
-        self._counters.step(prompt_rows + streams, prompt_rows, result.seconds, len(parts), longest)
-        first = 0
+        self._counters.step(rows_in_all, prompt_rows, result.seconds, len(parts), longest)
+        first = generated = 0
         for (sequence, rows), outs in zip(parts, out_rows, strict=True):
             logits, greedy = result.logits[first : first + outs], result.greedy[first : first + outs]
             hidden = None if result.hidden is None else result.hidden[first : first + outs]
@@ -269,7 +276,10 @@ class Engine:
             self._counters.prompt_tokens += min(rows, sequence.prompt_left)
             before = sequence.generated
             self._deliver(sequence, sequence.accept(rows, logits, greedy, hidden))
-            self._counters.generated_tokens += sequence.generated - before
+            generated += sequence.generated - before
+        self._counters.generated(generated, prompt_rows, result.seconds)
+        if self._drafting and not prompt_rows:
+            self._drafting.learn(parts, result.seconds)
         return True
 
     def _prepare(self, request: GenerationRequest, sink: Sink) -> Sequence:
@@ -355,7 +365,10 @@ class Engine:
                     return None
                 self._executor.announce()  # an abort from here on is not lost
         try:
-            return self._executor.step(rows)
+            result = self._executor.step(rows)
+            if self._drafting:
+                self._drafting.observe(rows, result)
+            return result
         except StepAborted:
             self._counters.aborted_steps += 1
         except WorkerLost as error:

@@ -43,7 +43,12 @@ class EngineCounters:
             self.prompt_seconds += seconds
         else:
             self.generate_seconds += seconds
-            self._recent_tokens = _DECAY * self._recent_tokens + rows
+
+    def generated(self, tokens: int, prompt_rows: int, seconds: float) -> None:
+        """Counts the tokens that a step brought."""
+        self.generated_tokens += tokens
+        if not prompt_rows:
+            self._recent_tokens = _DECAY * self._recent_tokens + tokens
             self._recent_seconds = _DECAY * self._recent_seconds + seconds
 
     def ended(self, outcome: Final | Failed | str) -> None:

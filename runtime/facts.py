@@ -18,7 +18,8 @@ _TOKEN = nullable(integer(0, 2**31 - 1))
 @dataclass(frozen=True)
 class ModelFacts:
     """`context` is the number of positions of a slot, `trained_context` what the file was trained for; `parameters` the
-    elements of all tensors; tokens that the file does not name are None; `chat_template` is Jinja source or ""."""
+    elements of all tensors; tokens that the file does not name are None; `chat_template` is Jinja source or "";
+    `draft` is the kind of guesses that steps check, "none" if they check none."""
 
     name: str
     alias: str
@@ -37,6 +38,7 @@ class ModelFacts:
     add_bos: bool
     tokenizer_digest: str
     chat_template: str
+    draft: str = "none"
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,10 @@ class Welcome:
     limits: Limits
 
     def body(self) -> dict[str, Any]:
-        return asdict(self)
+        body = asdict(self)
+        if self.model.draft == "none":
+            del body["model"]["draft"]
+        return body
 
     @classmethod
     def of(cls, body: dict[str, Any]) -> Welcome:
@@ -101,6 +106,7 @@ MODEL_SCHEMA = Schema(
         Field("add_bos", flag(), False),
         Field("tokenizer_digest", text(), ""),
         Field("chat_template", text(), ""),
+        Field("draft", text(), "none"),
     ),
 )
 PLAN_SCHEMA = Schema("plan", (Field("name", text()), Field("digest", text())))

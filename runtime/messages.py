@@ -127,6 +127,7 @@ REQUEST_SCHEMA = Schema(
         Field("discard", _COUNT, 0),
         Field("constraint", nullable(record(CONSTRAINT_SCHEMA)), None),
         Field("shown_tokens", token_array(), ()),
+        Field("draft_tokens", nullable(_COUNT), None),
         Field("credit", integer(0, 2**31 - 1), DEFAULT_CREDIT),
     ),
 )
@@ -174,6 +175,8 @@ FINAL_SCHEMA = Schema(
         Field("prompt_seconds", _SECONDS, 0.0),
         Field("generate_seconds", _SECONDS, 0.0),
         Field("shifted_tokens", _COUNT, 0),
+        Field("draft_tokens", _COUNT, 0),
+        Field("draft_accepted", _COUNT, 0),
     ),
 )
 ERROR_SCHEMA = Schema(
@@ -202,6 +205,7 @@ SCHEMAS: dict[Kind, Schema] = {
     Kind.RESULT: RESULT_SCHEMA,
 }
 
+_LEFT_OUT_IF_ZERO = ("shifted_tokens", "draft_tokens", "draft_accepted")
 _PLAIN_REQUEST_FIELDS = tuple(
     field.name for field in fields(GenerationRequest) if field.name not in ("request_id", "sampling", "constraint")
 )
@@ -281,8 +285,9 @@ def event_message(event: Event, request_id: bytes) -> Message:
         case Final():
             kind, names = Kind.FINAL, FINAL_SCHEMA.fields
     body = {field.name: getattr(event, field.name) for field in names}
-    if not body.get("shifted_tokens", True):
-        del body["shifted_tokens"]
+    for name in _LEFT_OUT_IF_ZERO:
+        if not body.get(name, True):
+            del body[name]
     return Message(kind, request_id, body)
 
 

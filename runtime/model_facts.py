@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from bloomery.runtime.tokenizer import Tokenizer
 
 
-def model_facts(model: ModelFile, tokenizer: Tokenizer, plan: Plan, alias: str) -> ModelFacts:
-    """The facts of an open model file. `alias` is the operator's name for it (default: the file's own)."""
+def model_facts(model: ModelFile, tokenizer: Tokenizer, plan: Plan, alias: str, draft: str) -> ModelFacts:
+    """The facts of an open model file. `alias` is the operator's name for it (default: the file's own), `draft` the
+    kind of guesses."""
     name = str(model.metadata.get("general.name") or Path(model.path).stem)
     return ModelFacts(
         name=name,
@@ -39,6 +40,7 @@ def model_facts(model: ModelFile, tokenizer: Tokenizer, plan: Plan, alias: str) 
         add_bos=tokenizer.add_bos,
         tokenizer_digest=tokenizer.digest,
         chat_template=chat_template_text(model),
+        draft=draft,
     )
 
 

@@ -110,6 +110,9 @@ class GenerationRequest:
 
     `slot` asks for this slot: the request waits until it is idle. With `context_shift` a full slot forgets tokens and
     goes on: of those behind the first `keep`, `discard` (0: half of them); what is left is computed again.
+
+    At most `draft_tokens` tokens are guessed ahead in one step (None: as many as the daemon is set to; 0: none). The
+    answer is the same with any number.
     """
 
     request_id: bytes
@@ -134,6 +137,7 @@ class GenerationRequest:
     discard: int = 0
     constraint: Constraint | None = None
     shown_tokens: tuple[int, ...] = ()
+    draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         assert len(self.request_id) == 16
@@ -184,7 +188,8 @@ class Chunk:
 @dataclass(frozen=True)
 class Final:
     """The end of a request. `stop` is the stop string or "" (end or stop token, which the chunks' `tokens` include);
-    `shifted_tokens` were forgotten on the way (`context_shift`)."""
+    `shifted_tokens` were forgotten on the way (`context_shift`); `draft_tokens` guesses were checked and of them
+    `draft_accepted` accepted."""
 
     request_id: bytes
     reason: FinishReason
@@ -197,6 +202,8 @@ class Final:
     prompt_seconds: float
     generate_seconds: float
     shifted_tokens: int = 0
+    draft_tokens: int = 0
+    draft_accepted: int = 0
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,10 @@ engine tells it which of its rows have been computed.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as List
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 Sink = Callable[[Event], None]
 TokenList: TypeAlias = tuple[object, ...] | list[object] | list[int]
 Why: TypeAlias = RequestError | Literal["aborted"]
+
+_texts = itertools.count()
 
 
 class Sequence:
@@ -68,11 +72,16 @@ class Sequence:
         self.tokens[: self.prompt_length] = prompt
         self.length = self.prompt_length
         self.shifted = 0  # tokens forgotten: they are in neither `tokens` nor the slot any more
+        self.text = next(_texts)  # another number whenever `tokens` is not what it was and more (Wanted)
+        self._forced: int | None = None
+        self.checked = (0, 0)  # guessed tokens of the last step that had any, and how many were accepted
+        self.draft_tokens = self.draft_accepted = 0
         self._context = context
         self._ends = frozenset(request.stop_tokens)
         if not request.ignore_eos:
             self._ends |= tokenizer.end_tokens
         excluded = tokenizer.end_tokens if request.ignore_eos else frozenset()
+        self._excluded = excluded
         self.sampler = Sampler(request.sampling, excluded, tools.breakers)
         self._constraint = (
             tools.constraints.start(request.constraint, request.shown_tokens) if request.constraint else None
@@ -116,6 +125,35 @@ class Sequence:
         assert self.slot is not None
         return 0 if self.shifted else max(0, self.prompt_length - self.slot.count)
 
+    @property
+    def cache_slot(self) -> int:
+        assert self.slot is not None
+        return self.slot.index
+
+    @property
+    def known(self) -> NDArray[np.int32]:
+        return self.tokens[: self.length]
+
+    @property
+    def seed(self) -> int:
+        return self.sampler.seed
+
+    @property
+    def guess_room(self) -> int:
+        """How many tokens behind the last known one a step could check: as many as leave one more to generate, and as
+        their rows find place for."""
+        if self._pool or self.prompt_left or self.rows_left != 1:
+            return 0
+        wanted = self.request.draft_tokens
+        room = min(self._limit - self.generated - 1, self._context - self.length)
+        return max(0, room if wanted is None else min(room, wanted))
+
+    def guess(self, tokens: List[int], accepted: int | None) -> None:
+        """Its next rows check these tokens, at most `guess_room`. `accepted` of them are taken whatever the model says,
+        and no more, if that is not None (synthetic acceptance)."""
+        self._forced = accepted
+        self.tokens[self.length : self.length + len(tokens)] = tokens
+
     def status(self) -> dict[str, int | str]:
         """What `Engine.status` says of it; `position` is the number of tokens known so far."""
         return {
@@ -125,11 +163,13 @@ class Sequence:
             "prompt_tokens": self.prompt_length,
             "cached_tokens": self.cached,
             "generated_tokens": self.generated,
+            "draft_tokens": self.draft_tokens,
+            "draft_accepted": self.draft_accepted,
         }
 
     def out_rows(self, rows: int) -> int:
         """How many of the next `rows` rows need logits."""
-        if self._all_rows:
+        if self._all_rows or rows > self.rows_left:
             return rows
         return 1 if rows and rows == self.rows_left and (self._limit or self._pool) else 0
 
@@ -147,6 +187,9 @@ class Sequence:
         """Takes the results of its next `rows` rows: logits (float32, out_rows(rows) x V, valid during this call),
         their argmax and what they were made of. Yields events; the last ends the request if it sets `ended`."""
         assert self.slot is not None
+        if rows > self.rows_left:
+            yield from self._check_guess(rows - 1, logits, greedy)
+            return
         first, last = self.slot.count, self.slot.count + rows
         self.slot.count = last
         if first < self.prompt_length and not self.shifted:
@@ -172,6 +215,29 @@ class Sequence:
             rows_of_logits = logits[-1:].copy()
         yield from self._generate(logits[-1], int(greedy[-1]), scores, rows_of_logits)
 
+    def _check_guess(self, guessed: int, logits: NDArray[np.float32], greedy: NDArray[np.int32]) -> Iterator[Event]:
+        """Takes the row of the last token and those of guessed ones, one after the other, as if each had had a step of
+        its own, as long as the tokens chosen are the guessed ones. What the other rows left in the slot is not counted,
+        and computed again."""
+        assert self.slot is not None
+        tokens, forced = self.tokens[self.length : self.length + guessed].tolist(), self._forced
+        self.checked = (guessed, 0)
+        self.draft_tokens += guessed
+        for row in range(1 + guessed):
+            self.slot.count += 1
+            shown = logits[row : row + 1].copy() if self.request.logits != "none" else None
+            place, take = self.length, tokens[row] if forced is not None and row < forced else None
+            events = self._generate(logits[row], int(greedy[row]), (), shown, take)
+            right = False
+            for event in events:
+                if isinstance(event, Chunk) and row < guessed:
+                    right = bool(self.tokens[place] == tokens[row]) and (forced is None or take is not None)
+                    self.checked = (guessed, row + right)
+                    self.draft_accepted += right
+                yield event
+            if not right or self.ended or self.interrupted:
+                return
+
     def _pooled(self, hidden: NDArray[np.float32] | None) -> Iterator[Event]:
         assert self._pool is not None
         if hidden is None:
@@ -184,9 +250,14 @@ class Sequence:
             yield self.ended
 
     def _generate(
-        self, logits: NDArray[np.float32], greedy: int, scores: tuple[float, ...], rows: NDArray[np.float32] | None
+        self,
+        logits: NDArray[np.float32],
+        greedy: int,
+        scores: tuple[float, ...],
+        rows: NDArray[np.float32] | None,
+        take: int | None = None,
     ) -> Iterator[Event]:
-        token = self._choose(logits, greedy)
+        token = self._choose(logits, greedy, take)
         logprobs = (self.sampler.logprob(logits, token),) if self.request.sampling.logprobs else ()
         self.tokens[self.length] = token
         self.length += 1
@@ -218,13 +289,17 @@ class Sequence:
         self.tokens[keep : self.length - discard] = self.tokens[keep + discard : self.length].copy()
         self.length -= discard
         self.shifted += discard
-        self.slot.count = min(self.slot.count, keep)
+        self.text = next(_texts)
+        self.slot.count = self.slot.usable(keep)
 
-    def _choose(self, logits: NDArray[np.float32], greedy: int) -> int:
+    def _choose(self, logits: NDArray[np.float32], greedy: int, take: int | None = None) -> int:
         """The next token. As in llama.cpp, one is chosen freely first, and again among the allowed ones if the
-        constraint refuses it: a random number more, and no mask for all the tokens that need none."""
+        constraint refuses it: a random number more, and no mask for all the tokens that need none. `take` is taken in
+        place of the one chosen first unless it would end the text."""
         history = self.tokens[: self.length]
         token = self.sampler.choose(logits, greedy, history)
+        if take is not None and take not in self._ends and take not in self._excluded:
+            token = take
         if self._constraint:
             if not self._constraint.allows(token):
                 allowed = self._constraint.masked(logits)
@@ -263,6 +338,8 @@ class Sequence:
             prompt_seconds=prompt_done - started,
             generate_seconds=now - prompt_done,
             shifted_tokens=self.shifted,
+            draft_tokens=self.draft_tokens,
+            draft_accepted=self.draft_accepted,
         )
 
 
@@ -278,6 +355,8 @@ def check_request(request: GenerationRequest, vocabulary: int, slots: int) -> No
             check_integer(field, token, 0, vocabulary - 1)
     if request.slot is not None:
         check_integer("slot", request.slot, 0, slots - 1)
+    if request.draft_tokens is not None:
+        check_integer("draft_tokens", request.draft_tokens, 0, 2**31 - 1)
     if request.embeddings not in POOLINGS:
         raise invalid("embeddings", request.embeddings, f"one of {', '.join(POOLINGS)}")
     if request.embeddings != "none" and (request.max_tokens or request.score_prompt or request.logits != "none"):

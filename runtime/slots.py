@@ -24,8 +24,9 @@ COPY_AT_LEAST = 16
 class Slot:
     """One place in the caches: positions 0..count-1 hold `tokens[:count]` and nothing else is claimed."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+    def __init__(self, index: int, continuable: Continuable) -> None:
+        """`continuable(index)`: the positions at which its caches can go on, besides 0."""
+        self.index, self._continuable = index, continuable
         self.tokens: NDArray[np.int32] = np.empty(0, dtype=np.int32)
         self.count = 0
         self.busy = False
@@ -35,19 +36,23 @@ class Slot:
         """Length of the longest common prefix of `prompt` and what the slot holds."""
         return common_prefix(self.tokens[: self.count], prompt)
 
+    def usable(self, count: int) -> int:
+        """How many of its first `count` tokens the caches can go on behind; 0 if they cannot."""
+        allowed = self._continuable(self.index)
+        count = min(count, self.count, allowed.stop - 1)
+        return count if count >= allowed.start else 0
+
 
 class SlotPool:
-    """Hands out at most one slot a sequence and remembers what idle slots hold.
-
-    `continuable(slot)` are the positions at which a slot's caches can go on, besides 0 (StepExecutor): of a match, only
-    what ends at one of them can be used. `snapshots` keeps what a slot held before another conversation takes it over.
-    """
+    """Hands out at most one slot a sequence and remembers what idle slots hold."""
 
     def __init__(
         self, slots: int, copy_prefix: CopyPrefix, continuable: Continuable, snapshots: SnapshotCache | None = None
     ) -> None:
-        self.slots = tuple(Slot(index) for index in range(slots))
-        self._copy_prefix, self._continuable, self._snapshots = copy_prefix, continuable, snapshots
+        """`copy_prefix` and `continuable` are a StepExecutor's; `snapshots` keeps what a slot held before another
+        conversation takes it over."""
+        self.slots = tuple(Slot(index, continuable) for index in range(slots))
+        self._copy_prefix, self._snapshots = copy_prefix, snapshots
         self._clock = 0
 
     @property
@@ -76,7 +81,7 @@ class SlotPool:
         cached, spared = 0, None
         fill: Callable[[], object] | None = None
         if reuse:
-            found = [(self._usable(slot, prompt), not slot.busy, slot) for slot in self.slots]
+            found = [(slot.usable(slot.match(prompt)), not slot.busy, slot) for slot in self.slots]
             cached, _, source = max(found, key=lambda entry: entry[:2])  # the longest; of equals an idle one
             in_place = next((match for match, _, slot in found if slot is victim))
             stored, kept = self._snapshots.find(prompt) if self._snapshots else (0, None)
@@ -96,12 +101,6 @@ class SlotPool:
         victim.busy = True
         victim.tokens, victim.count = tokens, cached
         return victim, cached
-
-    def _usable(self, slot: Slot, prompt: NDArray[np.int32]) -> int:
-        """The greatest number of common tokens after which the slot can go on; 0 if there is none."""
-        allowed = self._continuable(slot.index)
-        match = min(slot.match(prompt), allowed.stop - 1)
-        return match if match >= allowed.start else 0
 
     def release(self, slot: Slot) -> None:
         """Gives a slot back. What it holds stays usable for later prompts."""

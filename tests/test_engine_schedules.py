@@ -21,8 +21,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toy_draft import ToyDraft
 from toy_model import EMPTY, END, TOKENIZER, VOCABULARY, Solo, ToyExecutor, cut_at_stop, mix, solo, text_of
 
+from bloomery.runtime.drafts.drafting import Drafting, DraftLimits
 from bloomery.runtime.engine import Engine
 from bloomery.runtime.errors import WorkerLost
 from bloomery.runtime.requests import (
@@ -68,15 +70,24 @@ def any_request(random: Random) -> GenerationRequest:
         cache_prompt=random.random() < 0.8,
         score_prompt=random.random() < 0.2,
         logits=random.choice(["none", "none", "none", "generated", "all"]),
+        draft_tokens=random.choice([None, None, None, 0, 1, 4]),
     )
 
 
 class Run:
     """An engine, everything that was asked of it and everything that it said."""
 
-    def __init__(self, executor: ToyExecutor, queue_limit: int = 4, snapshot_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        executor: ToyExecutor,
+        queue_limit: int = 4,
+        snapshot_bytes: int = 0,
+        drafting: Drafting | None = None,
+    ) -> None:
         self.executor = executor
-        self.engine = Engine(executor, TOKENIZER, None, queue_limit=queue_limit, snapshot_bytes=snapshot_bytes)
+        self.engine = Engine(
+            executor, TOKENIZER, None, queue_limit=queue_limit, snapshot_bytes=snapshot_bytes, drafting=drafting
+        )
         self.requests: list[GenerationRequest] = []
         self.events: dict[bytes, list[Event]] = {}
         self.aborted: set[bytes] = set()
@@ -156,6 +167,8 @@ def check_events(request: GenerationRequest, events: list[Event], aborted: bool)
         return
     tokens = [token for event in events if isinstance(event, Chunk) for token in event.tokens]
     text = "".join(event.text for event in events if isinstance(event, Chunk))
+    assert last.draft_accepted <= min(last.draft_tokens, len(tokens))
+    assert request.draft_tokens != 0 or not last.draft_tokens
     assert last.generated_tokens == len(tokens) and last.prompt_tokens == len(request.tokens or ())
     assert min(last.queue_seconds, last.prompt_seconds, last.generate_seconds) >= 0
     if last.reason == "aborted":
@@ -245,6 +258,17 @@ def act(run: Run, random: Random, name: str) -> None:
     actions[name]()
 
 
+def any_drafting(random: Random, executor: ToyExecutor) -> Drafting | None:
+    """Of every kind and quality; some fail now and then, some with a defect."""
+    if random.random() < 0.3:
+        return None
+    draft = ToyDraft(random.choice([0.0, 0.5, 0.9, 1.0]), costly=random.random() < 0.3, seed=random.randrange(2**32))
+    failure = random.choice([lambda: None, lambda: None, lose, break_step])
+    draft.during = lambda: failure() if random.random() < 0.1 else None
+    limits = DraftLimits(random.choice([1, 2, 7, 15]), random.choice([0, 0, 2]), random.random() < 0.6)
+    return Drafting(draft, limits, min(executor.max_rows, executor.max_out_rows))
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 60), st.integers(1, 4), st.sampled_from([4, 7, 16, 100]))
 def test_any_schedule(seed: int, length: int, slots: int, max_rows: int) -> None:
@@ -254,7 +278,7 @@ def test_any_schedule(seed: int, length: int, slots: int, max_rows: int) -> None
     )
     row_seconds = random.choice([0.0001, 0.01, 0.1])
     executor.seconds = lambda rows: 0.001 + row_seconds * rows
-    run = Run(executor, snapshot_bytes=random.choice([0, 1000, 1 << 20]))
+    run = Run(executor, snapshot_bytes=random.choice([0, 1000, 1 << 20]), drafting=any_drafting(random, executor))
     fault_weight = random.choice([0, 1])
     names = random.choices([*ACTIONS, *FAULTS], [8, 8, 1, 1, 1, 1, 1] + 4 * [fault_weight], k=length)
     for name in names:

@@ -179,7 +179,7 @@ TestPool = PoolMachine.TestCase
 
 
 def filled(index: int, tokens: list[int]) -> Slot:
-    slot = Slot(index)
+    slot = Slot(index, lambda _: range(10**6))
     slot.tokens, slot.count = np.array(tokens, dtype=np.int32), len(tokens)
     return slot
 

@@ -75,6 +75,7 @@ FIELDS: tuple[Field, ...] = (
     Field("backend_sampling", "bool", False),
     Field("post_sampling_probs", "bool", False),
     Field("ignore_eos", "bool", False),
+    Field("speculative.n_max", "int", -1, -1, INT_MAX),
 )
 SAMPLERS = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
 SAMPLER_NAMES = {
@@ -100,6 +101,8 @@ SAMPLER_LETTERS = {
     "i": "infill",
 }
 DRY_BREAKERS = ("\n", ":", '"', "*")
+DRAFT_NAMES = {"lookup": "ngram-simple", "model": "draft-simple"}
+"""What llama-server calls our drafts."""
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in FIELDS}
 
 # In the order in which llama-server shows them; `max_tokens` repeats n_predict.
@@ -210,7 +213,7 @@ def settings_object(values: dict[str, Any], **more: Any) -> dict[str, Any]:
     """`generation_settings`: the fields as they took effect."""
     known = {**values, "max_tokens": values["n_predict"], "grammar": "", "logit_bias": [], **more}
     return {name: known[name] for name in _SHOWN} | {
-        "speculative.types": "none",
+        "speculative.types": values.get("speculative.types", "none"),
         "lora": [],
         **{name: value for name, value in more.items() if name not in _SHOWN},
     }

@@ -75,10 +75,14 @@ class Answer:
         return cut or self.final.shifted_tokens > 0
 
     def timings(self) -> dict[str, Any]:
-        """llama-server's timings; the rate leaves out the first token, which the prompt's last step gives."""
+        """llama-server's timings; the rate leaves out the first token, which the prompt's last step gives. Drafts are
+        counted at the end."""
         prompt_n = max(0, self.processed - self.cached)
         prompt_ms, predicted_ms = 1e3 * self.prompt_seconds, 1e3 * self.generate_seconds
         steps = max(0, self.generated - 1)
+        drafts: dict[str, Any] = {}
+        if self.final and self.final.draft_tokens:
+            drafts = {"draft_n": self.final.draft_tokens, "draft_n_accepted": self.final.draft_accepted}
         return {
             "cache_n": self.cached,
             "prompt_n": prompt_n,
@@ -89,6 +93,7 @@ class Answer:
             "predicted_ms": predicted_ms,
             "predicted_per_token_ms": predicted_ms / steps if steps else 0.0,
             "predicted_per_second": 1e3 / predicted_ms * steps if steps and predicted_ms else 0.0,
+            **drafts,
         }
 
     def progress(self) -> dict[str, Any]:

@@ -24,7 +24,6 @@ def metrics_text(values: dict[str, Any], longest: int, rates: Rates) -> str:
     prompt_rate, rates.prompt = _rate(prompt, rates.prompt), prompt
     predicted_rate, rates.predicted = _rate(predicted, rates.predicted), predicted
     steps = values.get("steps", 0)
-    drafts = values.get("drafts", {})
     resident = values.get("resident_bytes", 0) >> 20 << 20
     counters = (
         ("prompt_tokens_total", "Prompt tokens processed, without those taken from the cache.", prompt[0]),
@@ -34,9 +33,13 @@ def metrics_text(values: dict[str, Any], longest: int, rates: Rates) -> str:
         ("tokens_predicted_seconds_total", "Seconds spent on steps that only generate.", predicted[1]),
         ("n_decode_total", "Steps run.", steps),
         ("n_tokens_max", "Longest sequence so far, prompt and answer.", max(longest, values.get("longest", 0))),
-        ("spec_decode_num_draft_tokens_total", "Tokens drafted.", drafts.get("tokens", 0)),
-        ("spec_decode_num_accepted_tokens_total", "Drafted tokens that were accepted.", drafts.get("accepted", 0)),
-        ("spec_decode_num_drafts_total", "Steps that checked a draft.", drafts.get("steps", 0)),
+        ("spec_decode_num_draft_tokens_total", "Tokens drafted.", values.get("draft_tokens", 0)),
+        (
+            "spec_decode_num_accepted_tokens_total",
+            "Drafted tokens that were accepted.",
+            values.get("draft_accepted", 0),
+        ),
+        ("spec_decode_num_drafts_total", "Steps that checked a draft.", values.get("draft_steps", 0)),
     )
     gauges = (
         ("prompt_tokens_seconds", "Prompt tokens a second since the last scrape.", prompt_rate),
@@ -70,6 +73,11 @@ def metrics_text(values: dict[str, Any], longest: int, rates: Rates) -> str:
             _add(lines, f"llamacpp:{name}", kind, help_text, value)
     for name, help_text, value in ours:
         _add(lines, f"bloomery_{name}", "counter" if name.endswith("_total") else "gauge", help_text, value)
+    places = values.get("draft_accepted_at", ())
+    if places:
+        name = "llamacpp:spec_decode_num_accepted_tokens_per_pos_total"
+        lines += [f"# HELP {name} Accepted tokens by their place in the draft.", f"# TYPE {name} counter"]
+        lines += [f'{name}{{position="{place}"}} {count}' for place, count in enumerate(places)]
     outcomes = values.get("requests", {})
     lines += ["# HELP bloomery_requests_total Requests by how they ended.", "# TYPE bloomery_requests_total counter"]
     lines += [f'bloomery_requests_total{{outcome="{name}"}} {count}' for name, count in sorted(outcomes.items())]

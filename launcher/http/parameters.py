@@ -13,6 +13,7 @@ from bloomery.launcher.http.backend import Backend
 from bloomery.launcher.http.errors import invalid, unsupported
 from bloomery.launcher.http.fields import (
     DEFAULTS,
+    DRAFT_NAMES,
     RANDOM_SEED,
     SAMPLERS,
     is_number,
@@ -65,6 +66,7 @@ class Job:
 async def read_values(backend: Backend, settings: ServerSettings, body: dict[str, Any]) -> dict[str, Any]:
     """The request's fields, checked. Raises RequestError."""
     values = read_fields(body, settings.defaults)
+    values["speculative.types"] = DRAFT_NAMES.get(backend.facts.draft, backend.facts.draft)
     if settings.verbose:
         values["verbose"] = True
     if values["id_slot"] >= backend.facts.slots:
@@ -215,5 +217,6 @@ def generation_request(job: Job, settings: ServerSettings, context: int) -> Gene
         "discard": values["n_discard"],
         "constraint": job.constraint,
         "shown_tokens": job.shown_tokens,
+        "draft_tokens": values["speculative.n_max"] if values["speculative.n_max"] >= 0 else None,
     }
     return replace(request, **optional)

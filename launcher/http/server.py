@@ -36,6 +36,9 @@ COUNTERS = (
     "aborted_steps",
     "recoveries",
     "sequences",
+    "draft_tokens",
+    "draft_accepted",
+    "draft_steps",
 )
 
 
@@ -173,6 +176,8 @@ class Server:
             "prompt_tokens": sum(answer.prompt_tokens for answer in done),
             "cached_tokens": sum(answer.cached for answer in done),
             "generated_tokens": sum(answer.generated for answer in done),
+            "draft_tokens": sum(answer.final.draft_tokens for answer in done if answer.final),
+            "draft_accepted": sum(answer.final.draft_accepted for answer in done if answer.final),
             "seconds": round(time.monotonic() - begun, 4),
             "first_token_seconds": None if first is None else round(first - begun, 4),
             "prompt_tokens_per_second": round(sum(t["prompt_per_second"] for t in timings), 2),

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from bloomery.launcher.http.chat_input import template_source
 from bloomery.launcher.http.errors import error_response, unsupported
-from bloomery.launcher.http.fields import read_fields, settings_object
+from bloomery.launcher.http.fields import DRAFT_NAMES, read_fields, settings_object
 from bloomery.launcher.http.metrics import metrics_text
 from bloomery.runtime.errors import RequestError
 
@@ -36,6 +36,7 @@ async def props(server: Server, request: Request) -> Response:
     facts = backend.facts
     special = await server.end_texts()
     values = read_fields({}, settings.defaults)
+    values["speculative.types"] = DRAFT_NAMES.get(facts.draft, facts.draft)
     template = template_source(backend, settings)
     return JSONResponse(
         {
@@ -127,7 +128,7 @@ def _slot(server: Server, state: dict[str, Any]) -> dict[str, Any]:
     body: dict[str, Any] = {
         "id": state["slot"],
         "n_ctx": state["context"],
-        "speculative": False,
+        "speculative": server.backend.facts.draft != "none",
         "is_processing": busy,
     }
     record = server.records.get(state["slot"])
