@@ -16,13 +16,15 @@ from typing import Final
 from bloomery.cpu_experts.kernels import FLOAT_TYPES, SUPER_TYPES, WEIGHT_TYPES
 from bloomery.cpu_experts.kernels.layouts import (
     ACTIVATION_ELEMENTS,
-    ATTENTION_HEADS,
     BUFFER_BYTES,
     ROUTER_WORDS,
     SMALL_TILE_BYTES,
     SUPER_TILE_BYTES,
     aligned,
+    attention_area,
+    attention_queries,
     planes,
+    score_row,
     tile_area,
 )
 from bloomery.cpu_experts.lowering_base import F32_BYTES, bits_of, limit_of
@@ -288,14 +290,15 @@ class _Lowering(Deepseek4Lowering):
         self._write_state(op.x, op.state, op.start, 1)
 
     def _attention(self, op: Attention) -> None:
-        score_row = aligned((self.context.context + 8) * F32_BYTES)
-        area = ATTENTION_HEADS * (score_row + aligned(op.key_width * F32_BYTES))
+        group, context = op.q.count // op.kv_heads, self.context.context
+        area = attention_area(context, group, op.key_width, op.value_width)
         scores = self.context.scratch("scores", area * self.context.ranks)
         caches = (self.context.state(op.keys), self.context.state(op.values))
         places = (word for cache in caches for word in (cache.address, cache.slot_stride, cache.row_stride))
-        widths = (op.q.count, op.q.count // op.kv_heads, op.key_width, op.value_width, bits_of(op.scale))
+        widths = (op.q.count, group, op.key_width, op.value_width, bits_of(op.scale))
         kernel = f"attention_{self.context.cache_type}"
-        self.emit(kernel, *widths, *self._heads(op.q), *self._heads(op.out), *places, scores, score_row, area)
+        scratch = (scores, score_row(context), area, attention_queries(context, group))
+        self.emit(kernel, *widths, *self._heads(op.q), *self._heads(op.out), *places, *scratch)
 
     def _router(self, op: Router) -> None:
         self._contiguous(op.logits, op.ids, op.mix)

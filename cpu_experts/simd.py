@@ -353,12 +353,12 @@ class Emitter:
         return self.fadd(self.fadd(pairs[0], pairs[1]), self.fadd(pairs[2], pairs[3]))
 
     def exp(self, x: Value) -> Value:
-        """e^x of f32x8 within 1 unit in the last place (measured: tests); below -87.33 it is 0, above 88.72 infinity.
+        """e^x of f32 lanes within 1 unit in the last place (measured: tests); 0 below -87.33, infinity above 88.72.
 
         x = n ln 2 + r with |r| <= ln 2 / 2, ln 2 split in two so that r is exact to the last bit; a polynomial of
         degree 6 for e^r (minimax relative error 3.1e-9); 2^n applied in two halves so that neither overflows early.
         """
-        f, i = f32x8, i32x8
+        f, i = (vector(element, x.type.count) for element in ("f32", "i32"))
         magic = self.splat_constant(f, 12582912.0)  # 1.5 * 2^23: adding it rounds to an integer
         shifted = self.fma(x, self.splat_constant(f, _f32(1.4426950408889634)), magic)
         n = self.fsub(shifted, magic)

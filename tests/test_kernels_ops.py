@@ -11,7 +11,7 @@ from in_process import aligned_bytes, run_kernel
 from kernel_references import Floats, float_dot, fma
 from numpy.typing import NDArray
 
-from bloomery.cpu_experts.kernels.layouts import ATTENTION_HEADS, ROUTER_WORDS, aligned
+from bloomery.cpu_experts.kernels.layouts import ROUTER_WORDS, aligned, attention_area, attention_queries, score_row
 from bloomery.runtime.reference_ops import rms_norm, rope, route, swiglu
 
 RANKS = (1, 2, 3)
@@ -146,6 +146,49 @@ SHAPES = [
 ]
 
 
+class Scratch:
+    """Scratch of three ranks, full of garbage, and the arguments that describe it."""
+
+    def __init__(self, area: int, *rest: int) -> None:
+        self.memory = aligned_bytes(3 * area, 0xFF)
+        self.words = (self.memory.ctypes.data, rest[0], area, *rest[1:])
+
+
+def attention_scratch(context: int, group: int, key_width: int, value_width: int) -> Scratch:
+    area = attention_area(context, group, key_width, value_width)
+    return Scratch(area, score_row(context), attention_queries(context, group))
+
+
+@pytest.mark.parametrize("cache_type", ["f32", "f16"])
+@pytest.mark.parametrize("shape", [(8, 2, 128, 128), (16, 2, 64, 64), (6, 2, 192, 128), (2, 2, 96, 64)])
+def test_attention_of_many_rows_equals_each_row_alone(shape: tuple[int, int, int, int], cache_type: str) -> None:
+    """More rows than are taken together, of two slots in turn, at positions that end inside of blocks of keys."""
+    heads, groups, key_width, value_width = shape
+    generator = np.random.default_rng(39)
+    rows, context, first = 75, 200, 60
+    kind = np.float32 if cache_type == "f32" else np.float16
+    keys = generator.standard_normal((2, context, groups * key_width)).astype(kind)
+    values = generator.standard_normal((2, context, groups * value_width)).astype(kind)
+    slots, positions = np.zeros(rows, int), np.arange(first, first + rows)
+    slots[20:41], positions[20:41] = 1, np.arange(21)
+    for slot in range(2):  # what no row may look at
+        keys[slot, positions[slots == slot].max() + 1 :] = np.nan
+        values[slot, positions[slots == slot].max() + 1 :] = np.nan
+    q = generator.standard_normal((rows, heads * key_width), dtype=np.float32)
+    out = np.empty((rows, heads * value_width), np.float32)
+    caches = [word for cache in (keys, values) for word in (cache.ctypes.data, *cache.strides[:2])]
+    places = (*place(q, 0, key_width), *place(out, 0, value_width))
+    areas = attention_scratch(context, heads // groups, key_width, value_width)
+    words = [heads, heads // groups, key_width, value_width, bits(0.1), *places, *caches, *areas.words]
+    step, _alive = step_of(rows, slots=slots.tolist(), positions=positions.tolist())
+    made = same_for_all_ranks(f"attention_{cache_type}", words, step, out)
+    for row in range(rows):
+        alone, _alive2 = step_of(1, slots=[int(slots[row])], positions=[int(positions[row])])
+        words[5], words[8] = q[row:].ctypes.data, out[row:].ctypes.data
+        run_kernel(f"attention_{cache_type}", words, alone)
+        np.testing.assert_array_equal(out[row], made[row])
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("cache_type", ["f32", "f16"])
 def test_attention(shape: tuple[int, int, int, int, bool], cache_type: str) -> None:
@@ -161,14 +204,11 @@ def test_attention(shape: tuple[int, int, int, int, bool], cache_type: str) -> N
         values[slot, last + 1 :] = np.nan
     q = generator.standard_normal((5, heads * key_width), dtype=np.float32)
     out = np.empty((5, heads * value_width), np.float32)
-    score_row = aligned(4 * (context + 8))
-    area = ATTENTION_HEADS * (score_row + aligned(4 * key_width))
-    scores = aligned_bytes(3 * area, 0xFF)
+    areas = attention_scratch(context, heads // groups, key_width, value_width)
     step, _alive = step_of(5, slots=slots, positions=positions)
     caches = [word for cache in (keys, values) for word in (cache.ctypes.data, *cache.strides[:2])]
     places = (*place(q, 0, key_width), *place(out, 0, value_width))
-    areas = (scores.ctypes.data, score_row, area)
-    words = [heads, heads // groups, key_width, value_width, bits(scale), *places, *caches, *areas]
+    words = [heads, heads // groups, key_width, value_width, bits(scale), *places, *caches, *areas.words]
     made = same_for_all_ranks(f"attention_{cache_type}", words, step, out).reshape(5, heads, value_width)
     for row, (slot, position) in enumerate(zip(slots, positions)):
         for head in range(heads):

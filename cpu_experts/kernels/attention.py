@@ -5,7 +5,7 @@ Owns its order of operations, which depends on nothing but the row's own positio
     score[p]  = scale * (q . key[p])     the float dot of `float_dots` (16 lanes by index mod 16, fixed tree), f32
     e[p]      = e^(score[p] - greatest score)
     total     = e summed in 8 lanes by p mod 8, then ((0+1)+(2+3)) + ((4+5)+(6+7))
-    weight[p] = e[p] / total
+    weight[p] = e[p] * (1 / total)                        both rounded, as ggml does
     out[j]    = fma over p in ascending order of weight[p] * value[p][j], from 0
 
 With an f16 cache, q and the weights are rounded to f16 before they meet it, as ggml rounds them. Heads that share keys
@@ -18,8 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+import numpy as np
 from numba import types
 
+from bloomery.cpu_experts.kernels.attention_blocks import ROWS_FROM, rows_of_one_slot
 from bloomery.cpu_experts.kernels.attention_tiles import (
     COLUMNS,
     as_cached,
@@ -38,6 +40,7 @@ from bloomery.cpu_experts.kernels.float_dots import (
     load_floats,
     no_lanes,
 )
+from bloomery.cpu_experts.kernels.layouts import ATTENTION_HEADS
 from bloomery.cpu_experts.kernels.work import share_end, share_start
 from bloomery.cpu_experts.simd import (
     Emitter,
@@ -56,8 +59,8 @@ from bloomery.cpu_experts.simd import (
 _INT = types.int64
 # Arguments: heads, heads of a group, key width, value width, scale, q, q row stride, q head stride, out, out row
 # stride, out head stride, keys, their slot stride, their row stride, values, their slot stride, their row stride,
-# scores, bytes of a row of scores, bytes of a rank's area (ATTENTION_HEADS rows of scores, as many queries)
-ATTENTION_WORDS: Final = 20
+# scratch, bytes of a row of scores, bytes of a rank's area (`layouts`), queries that are taken together
+ATTENTION_WORDS: Final = 21
 
 
 def _key_step(name: str) -> Any:
@@ -124,12 +127,20 @@ def _weights_8(s: Emitter, scores: Value, count: Value, greatest: Value, total: 
     return s.fadd(total, weights)
 
 
-def _divide_8(name: str) -> Any:
-    @emits(types.void, _INT, types.float32)
-    def divide(s: Emitter, scores: Value, total: Value) -> None:
-        s.store(as_cached(s, name, s.fdiv(s.load(f32x8, scores), s.splat(f32x8, total))), scores)
+@emits(f32x8, _INT, types.float32, f32x8)
+def _weights_16(s: Emitter, scores: Value, greatest: Value, total: Value) -> Value:
+    """The same for 16 positions: the lanes of the total take the lower eight first."""
+    weights = s.exp(s.fsub(s.load(f32x16, scores), s.splat(f32x16, greatest)))
+    s.store(weights, scores)
+    return s.fadd(s.fadd(total, s.low(weights)), s.high(weights))
 
-    return divide
+
+def _scale_16(name: str) -> Any:
+    @emits(types.void, _INT, types.float32)
+    def scale(s: Emitter, scores: Value, factor: Value) -> None:
+        s.store(as_cached(s, name, s.fmul(s.load(f32x16, scores), s.splat(f32x16, factor))), scores)
+
+    return scale
 
 
 @emits(types.float32, f32x8)
@@ -180,21 +191,23 @@ def _no_total(s: Emitter) -> Value:
 
 
 def _softmax(name: str) -> Callable[[int, int], None]:
-    """Numba function (scores, positions seen): scores to weights, in place."""
-    divide_8 = _divide_8(name)
+    """Numba function (scores, positions seen): scores to weights, in place; writes up to 15 floats more."""
+    scale_16 = _scale_16(name)
 
     @inlined
     def softmax(scores: int, seen: int) -> None:
-        best = _lowest()
+        best, whole = _lowest(), seen // 16 * 16
         for position in range(0, seen, 8):
             best = _greatest_8(scores + 4 * position, seen - position, best)
         greatest = _greatest(best)
         sums = _nothing()
-        for position in range(0, seen, 8):
+        for position in range(0, whole, 16):
+            sums = _weights_16(scores + 4 * position, greatest, sums)
+        for position in range(whole, seen, 8):
             sums = _weights_8(scores + 4 * position, seen - position, greatest, sums)
-        total = _sum(sums)
-        for position in range(0, seen, 8):
-            divide_8(scores + 4 * position, total)
+        factor = np.float32(1.0) / _sum(sums)
+        for position in range(0, seen, 16):
+            scale_16(scores + 4 * position, factor)
 
     made: Callable[[int, int], None] = softmax
     return made
@@ -283,11 +296,51 @@ def _tile_of_heads(name: str) -> Callable[..., None]:
     return made
 
 
+def _many_rows(name: str) -> Callable[..., None]:
+    """Numba function for the rows of a prompt block: a unit is some consecutive rows and the heads that share keys."""
+    element = ELEMENT_BYTES[name]
+    rows_of_slot = rows_of_one_slot(name, _softmax(name))
+
+    @compiled
+    def many_rows(args: int, rank: int, ranks: int, rows: int, slots: int, positions: int, scale: float) -> None:
+        heads, group, key_width, value_width = (
+            argument(args, 0), argument(args, 1), argument(args, 2), argument(args, 3),
+        )  # fmt: skip
+        queries = argument(args, 20)
+        together = queries // group
+        blocks = (rows + together - 1) // together
+        units = heads // group * blocks
+        for unit in range(share_start(units, rank, ranks), share_end(units, rank, ranks)):
+            kv_head = unit // blocks
+            row = (unit - kv_head * blocks) * together
+            stop = min(row + together, rows)
+            while row < stop:  # rows of one slot after the other
+                slot, last = load_i32(slots + 4 * row), row + 1
+                while last < stop and load_i32(slots + 4 * last) == slot:
+                    last += 1
+                rows_of_slot(
+                    argument(args, 5) + row * argument(args, 6) + kv_head * group * argument(args, 7),
+                    argument(args, 6), argument(args, 7),
+                    argument(args, 11) + slot * argument(args, 12) + kv_head * key_width * element, argument(args, 13),
+                    key_width,
+                    argument(args, 14) + slot * argument(args, 15) + kv_head * value_width * element,
+                    argument(args, 16), value_width, positions + 4 * row, last - row, group, scale,
+                    argument(args, 17) + rank * argument(args, 19), queries + ATTENTION_HEADS, argument(args, 18),
+                    argument(args, 8) + row * argument(args, 9) + kv_head * group * argument(args, 10),
+                    argument(args, 9), argument(args, 10),
+                )  # fmt: skip
+                row = last
+
+    made: Callable[..., None] = many_rows
+    return made
+
+
 def attention(cache_type: str) -> Callable[[int, int, int, int], None]:
     """Kernel `attention_<type>` for caches of type f32 or f16."""
     name = cache_type.upper()
     element, together = ELEMENT_BYTES[name], heads_together()
     one_head, tile_of_heads = _one_head(name), _tile_of_heads(name)
+    many_rows = _many_rows(name)
 
     def kernel(args: int, rank: int, ranks: int, step: int) -> None:
         rows, slots, positions = argument(step, 0), argument(step, 3), argument(step, 4)
@@ -297,6 +350,9 @@ def attention(cache_type: str) -> Callable[[int, int, int, int], None]:
         scores = argument(args, 17) + rank * argument(args, 19)
         key_stride, value_stride = argument(args, 13), argument(args, 16)
         q_head, out_head = argument(args, 7), argument(args, 10)
+        if rows >= ROWS_FROM and key_width % LANES == 0 and value_width % COLUMNS == 0:
+            many_rows(args, rank, ranks, rows, slots, positions, scale)
+            return
         tiled = key_width % LANES == 0 and value_width % COLUMNS == 0 and group % together == 0
         if rows * heads < 2 * together * ranks:
             tiled = False  # too few tiles: every rank should have work

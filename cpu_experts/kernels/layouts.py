@@ -19,6 +19,11 @@ TILE_WEIGHTS: Final = 18688  # bytes of decoded weights between two uses of tile
 TILE_SUMS: Final = 8192  # bytes of integer sums between tile registers and their float steps
 BUFFER_BYTES: Final = 1024  # a rank's buffer while silu(gate) * up is quantised
 ATTENTION_HEADS: Final = 4  # queries that share keys and are taken together
+ATTENTION_KEYS: Final = 32  # keys that are transposed together for many queries
+ATTENTION_VALUES: Final = 64  # positions whose values are prepared together
+ATTENTION_COLUMNS: Final = 64  # of values that are prepared together
+ATTENTION_QUERIES: Final = 64  # queries that share the preparation, if their scores fit ATTENTION_SCORES
+ATTENTION_SCORES: Final = 1 << 22  # bytes
 ROUTER_WORDS: Final = 5  # 32-bit words a rank needs for each expert while choosing
 SHARED_INDEX_ROWS: Final = 8  # rows of a step up to which the ranks share the index scores of each row
 
@@ -46,3 +51,21 @@ def tile_area(kind: str, blocks: int) -> int:
     group = blocks * PACKED_BLOCK[kind]
     packed = min(TILE_CHUNK // TILE_TOKENS * group, max(PACKED_BYTES, PACKED_LEAST // TILE_TOKENS * group))
     return TILE_WEIGHTS + TILE_SUMS + TILE_CHUNK * 4 * 16 * PANEL_VECTORS + packed
+
+
+def score_row(context: int) -> int:
+    """Bytes of the scores of one query over `context` positions, with room for a whole ATTENTION_KEYS at the end."""
+    return aligned(4 * (context + ATTENTION_KEYS + 8))
+
+
+def attention_queries(context: int, group: int) -> int:
+    """Queries, a multiple of the `group` heads that share keys, whose attention is taken together."""
+    fitting = min(ATTENTION_QUERIES, ATTENTION_SCORES // score_row(context))
+    return max(fitting // group, 1) * group
+
+
+def attention_area(context: int, group: int, key_width: int, value_width: int) -> int:
+    """Bytes of scratch that a rank needs for attention: see `attention_blocks`, `attention`."""
+    queries = attention_queries(context, group) + ATTENTION_HEADS
+    prepared = 4 * (ATTENTION_KEYS * key_width + ATTENTION_VALUES * value_width)
+    return aligned(queries * (4 * (key_width + value_width) + score_row(context)) + prepared)
