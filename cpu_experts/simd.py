@@ -114,9 +114,10 @@ class Emitter:
     def load_scalar(self, element: str, address: Value, offset: int = 0) -> Value:
         return self.b.load(self.pointer(address, offset, ELEMENTS[element]), align=1)
 
-    def prefetch(self, address: Value, offset: int = 0) -> None:
+    def prefetch(self, address: Value, offset: int = 0, level: int = 1) -> None:
+        """Fetches a line into the cache of a level, 1 or 2."""
         byte = self.pointer(address, offset, ELEMENTS["i8"])
-        self.call("llvm.prefetch.p0", ir.VoidType(), [byte, _I32(0), _I32(3), _I32(1)])
+        self.call("llvm.prefetch.p0", ir.VoidType(), [byte, _I32(0), _I32(4 - level), _I32(1)])
 
     def call(self, name: str, result: Any, arguments: Sequence[Value]) -> Value:
         signature = ir.FunctionType(result, [argument.type for argument in arguments])
@@ -248,7 +249,10 @@ class Emitter:
         return self.b.trunc(value, kind.ir)
 
     def pair_products_u8(self, unsigned: Value, signed: Value) -> Value:
-        """vpmaddubsw: i16[j] = u8[2j]*s8[2j] + u8[2j+1]*s8[2j+1], saturating; callers keep |sum| < 2^15."""
+        """vpmaddubsw: i16[j] = u8[2j]*s8[2j] + u8[2j+1]*s8[2j+1], saturating; callers keep |sum| < 2^15. 64 bytes need
+        AVX-512."""
+        if unsigned.type.count == 64:
+            return self.call("llvm.x86.avx512.pmaddubs.w.512", i16x32.ir, [unsigned, signed])
         return self.call("llvm.x86.avx2.pmadd.ub.sw", i16x16.ir, [unsigned, signed])
 
     def pair_products_i16(self, x: Value, y: Value) -> Value:

@@ -29,6 +29,7 @@ from bloomery.cpu_experts.kernels.block_formats import (
     block_scales,
     half_floats,
 )
+from bloomery.cpu_experts.kernels.layouts import PANEL_VECTORS
 from bloomery.cpu_experts.kernels.wide_dots import nibble_sums, wide_dots
 from bloomery.cpu_experts.kernels.wide_formats import NIBBLE_BLOCKS, WIDE_BLOCKS
 from bloomery.cpu_experts.simd import Emitter, Value, emits, f32x4, i8x32, i16x16, i32x4, i32x8
@@ -42,6 +43,17 @@ def prefetch(s: Emitter, kind: type[BlockFormat], addresses: Sequence[Value]) ->
         for address in addresses:
             for line in range(0, max(kind.nbytes, 64), 64):
                 s.prefetch(address, ahead + line)
+
+
+def prefetch_panel(s: Emitter, kind: type[BlockFormat], addresses: Sequence[Value], row_bytes: Value) -> None:
+    """Fetches the next blocks into the first-level cache, and the same blocks of the next panel, as many rows further
+    on, into the second: a row is too short for fetching far ahead in it."""
+    if prefetch_distance():
+        ahead = s.mul(row_bytes, row_bytes.type(len(addresses) * PANEL_VECTORS))
+        for address in addresses:
+            for line in range(0, max(kind.nbytes, 64), 64):
+                s.prefetch(address, kind.nbytes + line)
+                s.prefetch(s.add(address, ahead), line, 2)
 
 
 def _vnni() -> bool:

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeAlias
 from numba import types
 
 from bloomery.cpu_experts.isa import AVX512VNNI, at_least
-from bloomery.cpu_experts.kernels.block_dots import prefetch
+from bloomery.cpu_experts.kernels.block_dots import prefetch_panel
 from bloomery.cpu_experts.kernels.block_formats import SPLIT_ORDER, SUPER_BLOCKS, block_scales, half_floats
 from bloomery.cpu_experts.kernels.layouts import PANEL_VECTORS, PLANE_BYTES
 from bloomery.cpu_experts.kernels.panel_formats import PANELS, Panel
@@ -114,7 +114,7 @@ def unpack_panel(name: str) -> Any:
                 row = s.add(s.mul(index, index.type(shape.lanes)), index.type(lane))
                 row = s.b.select(s.b.icmp_signed("<", row, last), row, last)
                 addresses.append(s.add(block, s.mul(row, row_bytes)))
-            _unpack_vector(s, shape, addresses, s.add(tile, s.mul(index, index.type(4 * shape.lanes))))
+            _unpack_vector(s, shape, addresses, row_bytes, s.add(tile, s.mul(index, index.type(4 * shape.lanes))))
             return []
 
         s.loop(rows.type(PANEL_VECTORS), [], one_vector)
@@ -122,9 +122,9 @@ def unpack_panel(name: str) -> Any:
     return unpack
 
 
-def _unpack_vector(s: Emitter, shape: Shape, addresses: Sequence[Value], tile: Value) -> None:
+def _unpack_vector(s: Emitter, shape: Shape, addresses: Sequence[Value], row_bytes: Value, tile: Value) -> None:
     facts = shape.panel.facts
-    prefetch(s, facts, addresses)
+    prefetch_panel(s, facts, addresses, row_bytes)
     panel = shape.panel(s, addresses)
     bias = s.splat_constant(panel.word, 0x80808080)
     for step, value in enumerate(panel.values()):

@@ -22,9 +22,16 @@ from typing import Any, Final
 from numba import types
 
 from bloomery.cpu_experts import tiles
-from bloomery.cpu_experts.kernels.block_dots import prefetch
+from bloomery.cpu_experts.kernels.block_dots import prefetch_panel
 from bloomery.cpu_experts.kernels.block_formats import SPLIT_ORDER, block_scales, half_floats
-from bloomery.cpu_experts.kernels.layouts import PACKED_BLOCK, PANEL_VECTORS, PLANE_BYTES, TILE_TOKENS, TILE_WEIGHTS
+from bloomery.cpu_experts.kernels.layouts import (
+    PACKED_BLOCK,
+    PANEL_VECTORS,
+    PLANE_BYTES,
+    TILE_SUMS,
+    TILE_TOKENS,
+    TILE_WEIGHTS,
+)
 from bloomery.cpu_experts.kernels.panel_formats import PANELS, Panel
 from bloomery.cpu_experts.simd import Emitter, Value, emits, vector
 
@@ -118,6 +125,7 @@ class TileShape:
 def tile_shape(name: str) -> TileShape:
     shape = TileShape(PANELS[name], 1 if PANELS[name].facts.elements == 256 else SMALL_UNIT)
     assert shape.blocks * shape.block_bytes <= TILE_WEIGHTS
+    assert _sums_at(shape, shape.blocks, 0, 0) <= TILE_SUMS // 2
     return shape
 
 
@@ -136,7 +144,7 @@ def unpack_unit(name: str) -> Any:
                 row = s.add(s.mul(index, index.type(LANES)), index.type(lane))
                 row = s.b.select(s.b.icmp_signed("<", row, last), row, last)
                 addresses.append(s.add(block, s.mul(row, row_bytes)))
-            _unpack_vector(s, shape, addresses, s.add(out, s.mul(index, index.type(4 * LANES))))
+            _unpack_vector(s, shape, addresses, row_bytes, s.add(out, s.mul(index, index.type(4 * LANES))))
             return []
 
         s.loop(rows.type(PANEL_VECTORS), [], one_vector)
@@ -144,9 +152,9 @@ def unpack_unit(name: str) -> Any:
     return unpack
 
 
-def _unpack_vector(s: Emitter, shape: TileShape, addresses: Sequence[Value], out: Value) -> None:
+def _unpack_vector(s: Emitter, shape: TileShape, addresses: Sequence[Value], row_bytes: Value, out: Value) -> None:
     facts = shape.panel.facts
-    prefetch(s, facts, addresses)
+    prefetch_panel(s, facts, addresses, row_bytes)
     panel = shape.panel(s, addresses)
     for step, products in enumerate(_products(s, shape, panel)):
         for half, product in enumerate(products):
@@ -171,28 +179,34 @@ def _products(s: Emitter, shape: TileShape, panel: Panel) -> Iterator[tuple[Valu
         for word in panel.values():
             yield (s.as_(_i32, s.sub(s.as_(_i8, word), offset)) if facts.offset else word,)
         return
-    pairs = []
-    for scale in panel.scales():
+    scales = []
+    for scale in panel.scales():  # one byte of four, then the other, so that each product of pairs is one product
         scale = s.sub(s.zero(_i32), scale) if shape.negated else scale
-        pair = s.or_(s.and_(scale, s.splat_constant(_i32, 0xFFFF)), s.shl(scale, 16))
-        pairs.append(s.as_(_i16, pair))
-    low_byte, high_byte = s.splat_constant(_i16, 0x00FF), s.splat_constant(_i16, -256)
+        low = s.and_(scale, s.splat_constant(_i32, 0xFF))
+        both = s.or_(low, s.shl(low, 16))
+        scales.append((both, s.shl(both, 8)))
+    offset = facts.offset + (128 if facts.signed else 0)
+    swapped = s.constant(_i8, [16 * (at // 16) + (at % 16 ^ 1) for at in range(64)])
+    even_bytes, odd_bytes = s.splat_constant(_i16, 0x00FF), s.splat_constant(_i16, -256)
+
+    def mixed(first: Value, second: Value) -> Value:
+        """Even bytes of the first, odd ones of the second."""
+        return s.as_(_i32, s.or_(s.and_(first, even_bytes), s.and_(second, odd_bytes)))
+
+    def bytes_swapped(value: Value) -> Value:
+        return s.as_(_i16, s.table(s.as_(_i8, value), swapped))
+
     for step, word in enumerate(panel.values()):
-        pair = pairs[4 * step // panel.scaled]
-        words = s.as_(_i16, word)
-        if facts.signed:
-            even, odd = s.ashr(s.shl(words, 8), 8), s.ashr(words, 8)
-        else:
-            even, odd = s.and_(words, low_byte), s.lshr(words, 8)
-            if facts.offset:
-                offset = s.splat_constant(_i16, facts.offset)
-                even, odd = s.sub(even, offset), s.sub(odd, offset)
-        even, odd = s.mul(even, pair), s.mul(odd, pair)
-        low = s.as_(_i32, s.or_(s.and_(even, low_byte), s.shl(odd, 8)))
-        if shape.halves == 1:
-            yield (low,)
-        else:
-            yield low, s.as_(_i32, s.or_(s.lshr(even, 8), s.and_(odd, high_byte)))
+        group = 4 * step // panel.scaled
+        values = s.as_(_i8, s.xor(word, s.splat_constant(_i32, 0x80808080)) if facts.signed else word)
+        even, odd = (s.pair_products_u8(values, s.as_(_i8, scale)) for scale in scales[group])
+        if offset:  # the low bytes of scale times offset would do for one byte
+            lift = s.ashr(s.as_(_i16, scales[group][1]), 8)
+            lift = s.mul(lift, s.splat_constant(_i16, offset))
+            even, odd = s.sub(even, lift), s.sub(odd, lift)
+        odd = bytes_swapped(odd)
+        low = mixed(even, odd)
+        yield (low,) if shape.halves == 1 else (low, bytes_swapped(mixed(odd, even)))
 
 
 # ---- activations
@@ -236,7 +250,7 @@ def release_tiles(s: Emitter) -> None:
     tiles.release(s)
 
 
-_A, _B, _SECOND_B = 4, 5, 6  # tiles; 0 to 3 are sums
+_A, _B = 4, 5  # tiles; the second operand takes two; 0 to 3 are sums
 
 
 def configure_tiles(name: str) -> Any:
@@ -255,93 +269,138 @@ def configure_tiles(name: str) -> Any:
 
 def tile_product(name: str, blocks: int) -> Callable[..., None]:
     """Numba function (decoded unit of `blocks` blocks, packed activations, bytes between TILE_TOKENS rows of them,
-    their number, sums, results): adds the unit to the results, f32 by row of activations, then weight row."""
+    their number, sums, results): adds the unit to the results, f32 by row of activations, then weight row.
+
+    The float steps of a group of rows are woven into the tile products of the next: they are about as long, and the
+    CPU does not see far enough ahead to overlap them by itself."""
     shape = tile_shape(name)
 
     @emits(types.void, *[_INT] * 6)
     def product(s: Emitter, unit: Value, x: Value, stride: Value, count: Value, sums: Value, out: Value) -> None:
-        def one(index: Value, carried: list[Value]) -> list[Value]:
-            packed = s.add(x, s.mul(index, stride))
-            results = s.add(out, s.mul(index, index.type(TILE_TOKENS * _LINE)))
-            for block in range(blocks):
-                _integers(s, shape, block, unit, packed, sums)
-            _floats(s, shape, blocks, unit, packed, sums, results)
+        scales = _scales(s, shape, blocks, unit)
+        one = count.type(1)
+
+        def integers(group: Value) -> Iterator[None]:
+            packed = s.add(x, s.mul(group, stride))
+            area = s.add(sums, s.mul(s.and_(group, one), one.type(TILE_SUMS // 2)))
+            return _integers(s, shape, blocks, unit, packed, area)
+
+        def floats(group: Value) -> Iterator[None]:
+            packed = s.add(x, s.mul(group, stride))
+            area = s.add(sums, s.mul(s.and_(group, one), one.type(TILE_SUMS // 2)))
+            results = s.add(out, s.mul(group, one.type(TILE_TOKENS * _LINE)))
+            return _floats(s, shape, scales, packed, area, results)
+
+        def body(index: Value, carried: list[Value]) -> list[Value]:
+            _weave(integers(s.add(index, one)), _integer_pieces(shape, blocks), floats(index), TILE_TOKENS)
             return []
 
-        s.loop(count, [], one)
+        _weave(integers(one.type(0)), 1, iter(()), 0)
+        last = s.sub(count, one)
+        s.loop(last, [], body)
+        _weave(iter(()), 0, floats(last), 1)
 
     made: Callable[..., None] = product
     return made
 
 
-def _tiles_of_block(shape: TileShape) -> int:
-    """Tiles of sums that a block leaves in memory."""
-    return PANEL_VECTORS * (shape.halves + (1 if shape.super and shape.minima else 0))
+def _weave(first: Iterator[None], firsts: int, second: Iterator[None], seconds: int) -> None:
+    """Emits two sequences of pieces of code, of about `firsts` and `seconds` pieces, evenly mixed."""
+    done = 0
+    for number, _ in enumerate(first, 1):
+        while done < seconds * number // max(firsts, 1):
+            next(second, None)
+            done += 1
+    for _ in second:
+        pass
 
 
-def _integers(s: Emitter, shape: TileShape, block: int, unit: Value, packed: Value, sums: Value) -> None:
-    """The products of a block; tiles of sums to memory: for each half each vector, then the minima's."""
-    weights, x = block * shape.block_bytes, block * shape.packed_bytes
-    first = block * _tiles_of_block(shape) * _SUMS_TILE
-    accumulators = range(PANEL_VECTORS * shape.halves)
-    for tile in accumulators:
-        tiles.zero(s, tile)
+def _sums_at(shape: TileShape, block: int, kind: int, v: int) -> int:
+    """Where a tile of sums lies: by block, kind (halves, then minima), vector of weights."""
+    return ((block * _kinds_of_sums(shape) + kind) * PANEL_VECTORS + v) * _SUMS_TILE
+
+
+def _kinds_of_sums(shape: TileShape) -> int:
+    """Sums that a block leaves in memory for each weight row and row of activations."""
+    return shape.halves + (1 if shape.super and shape.minima else 0)
+
+
+def _integer_pieces(shape: TileShape, blocks: int) -> int:
+    """Pieces that `_integers` consists of."""
+    minima = 1 if shape.super and shape.minima else 0
+    return blocks * (shape.steps * shape.halves + shape.halves + minima) * PANEL_VECTORS
+
+
+def _integers(s: Emitter, shape: TileShape, blocks: int, unit: Value, packed: Value, sums: Value) -> Iterator[None]:
+    """The products of a unit with a group of activations; tiles of sums to memory. A piece is a product or a store."""
     rows = shape.lines // shape.steps
-    for step in range(shape.steps):
-        tiles.load(s, _A, packed, x + step * rows * 4 * TILE_TOKENS, rows * 4)
-        for tile in accumulators:
-            half, v = divmod(tile, PANEL_VECTORS)
-            b = _B + tile % 2
-            tiles.load(s, b, unit, weights + half * shape.high_at + step * rows * _LINE + v * 4 * LANES, _LINE)
-            tiles.add_products(s, tile, _A, b, b_signed=half + 1 == shape.halves)
-    for tile in accumulators:
-        tiles.store(s, tile, sums, first + tile * _SUMS_TILE)
-    if shape.super and shape.minima:
-        tiles.load(s, _A, packed, x + shape.packed_sums)
-        for v in range(PANEL_VECTORS):
-            tiles.zero(s, v)
-            tiles.load(s, _B + v, unit, weights + shape.minima_at + v * 4 * LANES, _LINE)
-            tiles.add_bf16_products(s, v, _A, _B + v)
-            tiles.store(s, v, sums, first + (len(accumulators) + v) * _SUMS_TILE)
-
-
-def _floats(s: Emitter, shape: TileShape, blocks: int, unit: Value, packed: Value, sums: Value, results: Value) -> None:
-    """The float steps of the canonical order for TILE_TOKENS rows of activations."""
-
-    def line(block: int, at: int, v: int) -> Value:
-        return s.load(_f32, unit, block * shape.block_bytes + at + v * 4 * LANES)
-
-    scales = [[line(block, shape.d_at, v) for v in range(PANEL_VECTORS)] for block in range(blocks)]
-    least = [[line(block, shape.minimum_at, v) for v in range(PANEL_VECTORS)] for block in range(blocks)]
-
-    def one(token: Value, carried: list[Value]) -> list[Value]:
-        word, row = s.mul(token, token.type(4)), s.mul(token, token.type(64))
-        word, row = s.add(packed, word), s.add(sums, row)
-        result = s.add(results, s.mul(token, token.type(_LINE)))
-        acc = [s.load(_f32, result, v * 4 * LANES) for v in range(PANEL_VECTORS)]
-        for block in range(blocks):
-            first = block * _tiles_of_block(shape) * _SUMS_TILE
-            x = block * shape.packed_bytes
-            dx = s.splat(_f32, s.load_scalar("f32", word, x + shape.packed_d))
+    places = [(half, v) for half in range(shape.halves) for v in range(PANEL_VECTORS)]
+    for block in range(blocks):
+        weights, x = block * shape.block_bytes, block * shape.packed_bytes
+        for tile in range(len(places)):
+            tiles.zero(s, tile)
+        for step in range(shape.steps):
+            tiles.load(s, _A, packed, x + step * rows * 4 * TILE_TOKENS, rows * 4)
+            for tile, (half, v) in enumerate(places):
+                b = _B + tile % 2
+                tiles.load(s, b, unit, weights + half * shape.high_at + step * rows * _LINE + v * 4 * LANES, _LINE)
+                tiles.add_products(s, tile, _A, b, b_signed=half + 1 == shape.halves)
+                yield
+        for tile, (half, v) in enumerate(places):
+            tiles.store(s, tile, sums, _sums_at(shape, block, half, v))
+            yield
+        if shape.super and shape.minima:
+            tiles.load(s, _A, packed, x + shape.packed_sums)
             for v in range(PANEL_VECTORS):
-                total = s.load(_i32, row, first + v * _SUMS_TILE)
+                tiles.zero(s, v)
+                tiles.load(s, _B + v, unit, weights + shape.minima_at + v * 4 * LANES, _LINE)
+                tiles.add_bf16_products(s, v, _A, _B + v)
+                tiles.store(s, v, sums, _sums_at(shape, block, shape.halves, v))
+                yield
+
+
+def _scales(s: Emitter, shape: TileShape, blocks: int, unit: Value) -> list[tuple[list[Value], list[Value]]]:
+    """For each block `d` and `dmin` or `m` of every vector of weight rows."""
+
+    def lines(block: int, at: int) -> list[Value]:
+        return [s.load(_f32, unit, block * shape.block_bytes + at + v * 4 * LANES) for v in range(PANEL_VECTORS)]
+
+    return [
+        (lines(block, shape.d_at), lines(block, shape.minimum_at) if shape.minima else []) for block in range(blocks)
+    ]
+
+
+def _floats(
+    s: Emitter,
+    shape: TileShape,
+    scales: Sequence[tuple[list[Value], list[Value]]],
+    packed: Value,
+    sums: Value,
+    results: Value,
+) -> Iterator[None]:
+    """The float steps of the canonical order for a group of TILE_TOKENS rows of activations; a piece is a row."""
+    for token in range(TILE_TOKENS):
+        row = token * 4 * LANES
+        acc = [s.load(_f32, results, token * _LINE + v * 4 * LANES) for v in range(PANEL_VECTORS)]
+        for block, (d, least) in enumerate(scales):
+            x = block * shape.packed_bytes + 4 * token
+            dx = s.splat(_f32, s.load_scalar("f32", packed, x + shape.packed_d))
+            for v in range(PANEL_VECTORS):
+                total = s.load(_i32, sums, row + _sums_at(shape, block, 0, v))
                 if shape.halves == 2:
-                    high = s.load(_i32, row, first + (PANEL_VECTORS + v) * _SUMS_TILE)
-                    total = s.add(total, s.shl(high, 8))
+                    total = s.add(total, s.shl(s.load(_i32, sums, row + _sums_at(shape, block, 1, v)), 8))
                 if shape.negated:
                     total = s.sub(s.zero(_i32), total)
-                acc[v] = s.fma(s.fmul(scales[block][v], dx), s.to_float(_f32, total), acc[v])
+                acc[v] = s.fma(s.fmul(d[v], dx), s.to_float(_f32, total), acc[v])
                 if shape.minima and shape.super:
-                    term = s.load(_f32, row, first + (PANEL_VECTORS * shape.halves + v) * _SUMS_TILE)
-                    acc[v] = s.fma(s.fneg(s.fmul(least[block][v], dx)), term, acc[v])
+                    term = s.load(_f32, sums, row + _sums_at(shape, block, shape.halves, v))
+                    acc[v] = s.fma(s.fneg(s.fmul(least[v], dx)), term, acc[v])
                 elif shape.minima:
-                    term = s.splat(_f32, s.load_scalar("f32", word, x + shape.packed_sums))
-                    acc[v] = s.fma(least[block][v], term, acc[v])
+                    term = s.splat(_f32, s.load_scalar("f32", packed, x + shape.packed_sums))
+                    acc[v] = s.fma(least[v], term, acc[v])
         for v in range(PANEL_VECTORS):
-            s.store(acc[v], result, v * 4 * LANES)
-        return []
-
-    s.loop(packed.type(TILE_TOKENS), [], one)
+            s.store(acc[v], results, token * _LINE + v * 4 * LANES)
+        yield
 
 
 @emits(types.void, _INT, _INT)
