@@ -134,8 +134,12 @@ def _compile(name: str, path: Path) -> tuple[Any, int]:
     library = kernel._library
     head = json.dumps([kernel.native_name]).encode()
     body = b"%s\n%s" % (head, library._get_compiled_object())
-    _store(path, hashlib.sha256(body).digest() + body)
-    return library, int(kernel.address)
+    content = hashlib.sha256(body).digest() + body
+    _store(path, content)
+    # Not the code in memory: functions inside it were compiled on their own, those of the object once more with it.
+    loaded = _from_content(content)
+    assert loaded is not None, "a checksum just made"
+    return loaded
 
 
 def _store(path: Path, content: bytes) -> None:
@@ -156,6 +160,11 @@ def _load(path: Path) -> tuple[Any, int] | None:
         content = path.read_bytes()
     except FileNotFoundError:
         return None
+    return _from_content(content)
+
+
+def _from_content(content: bytes) -> tuple[Any, int] | None:
+    """The kernel in the bytes of a cache file; None if they are damaged."""
     checksum, body = content[:32], content[32:]
     if hashlib.sha256(body).digest() != checksum:
         return None

@@ -185,7 +185,8 @@ class Emitter:
 
     def opaque(self, value: Value) -> Value:
         """The same value, of which the optimiser knows nothing."""
-        return self.b.asm(ir.FunctionType(value.type, [value.type]), "", "=v,0", [value], False)
+        register = "v" if isinstance(value.type, ir.VectorType) else "r"
+        return self.b.asm(ir.FunctionType(value.type, [value.type]), "", f"={register},0", [value], False)
 
     def table(self, table: Value, indices: Value) -> Value:
         """vpshufb: byte lookup inside each 16 bytes; a set top bit gives 0. 64 bytes need AVX-512."""

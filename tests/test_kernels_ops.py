@@ -160,7 +160,9 @@ def attention_scratch(context: int, group: int, key_width: int, value_width: int
 
 
 @pytest.mark.parametrize("cache_type", ["f32", "f16"])
-@pytest.mark.parametrize("shape", [(8, 2, 128, 128), (16, 2, 64, 64), (6, 2, 192, 128), (2, 2, 96, 64)])
+@pytest.mark.parametrize(
+    "shape", [(8, 2, 128, 128), (16, 2, 64, 64), (6, 2, 192, 128), (2, 2, 96, 64), (2, 1, 272, 256)]
+)
 def test_attention_of_many_rows_equals_each_row_alone(shape: tuple[int, int, int, int], cache_type: str) -> None:
     """More rows than are taken together, of two slots in turn, at positions that end inside of blocks of keys."""
     heads, groups, key_width, value_width = shape
