@@ -118,7 +118,6 @@ _WITHOUT_VALUE = [
     "--log-prefix",
     "--no-perf",
     "--perf",
-    "--cache-prompt",
     "--no-cache-idle-slots",
     "--cache-idle-slots",
     "--backend_sampling",
@@ -136,6 +135,12 @@ def add_default_flags(group: argparse._ArgumentGroup) -> None:
     for spellings, field, kind in _DEFAULTS:
         group.add_argument(*spellings, dest=f"default_{field}", type=kind, metavar="X", help=f"default of {field}")
     group.add_argument("--ignore-eos", action="store_true", help="go on after the end token")
+    group.add_argument(
+        "--cache-prompt",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="go on from what is in the caches (default on); answers are the same without, only later",
+    )
     group.add_argument("--samplers", metavar="NAMES", help="samplers in their order, with semicolons")
     group.add_argument("-r", "--reverse-prompt", action="append", default=[], metavar="TEXT", help="stop at this text")
 
@@ -146,6 +151,8 @@ def default_fields(args: argparse.Namespace) -> dict[str, Any]:
     chosen = {field: value for field, value in fields.items() if value is not None}
     if chosen.get("seed", 0) < 0:
         del chosen["seed"]
+    if not args.cache_prompt:
+        chosen["cache_prompt"] = False
     if args.ignore_eos:
         chosen["ignore_eos"] = True
     if args.reverse_prompt:

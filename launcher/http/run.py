@@ -10,6 +10,7 @@ import contextlib
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 BACKLOG = 1024
 WATCH_SECONDS = 0.25
 DEFAULT_BLOCK = 512
+SWITCH_INTERVAL_S = 0.0005
+"""How long the connection's thread may keep the interpreter from the event loop (Python's default: 5 ms)."""
 END_SECONDS = 2.0
 """How long answers that are cut may take to send their last words."""
 
@@ -64,6 +67,7 @@ def run_server(
 ) -> int:
     """Serves until SIGTERM or SIGINT; `endpoint` is what `source.start` gave. `say` gets a line when it listens and one
     when the model is ready. Raises what kept the daemon from starting."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     sockets = listen(settings)
     backend = Backend(source, endpoint)
     server = Server(settings, backend)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -53,12 +54,38 @@ async def _disconnected(receive: Callable[[], Awaitable[Message]]) -> None:
         pass
 
 
+class _Line:
+    """The way to one client, with a comment whenever nothing else has been sent for a while."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._open = self._busy = False
+        self._last = time.monotonic()
+
+    async def send(self, message: Message) -> None:
+        self._busy = True
+        try:
+            await self._send(message)
+        finally:
+            self._busy = False
+        self._open, self._last = message.get("more_body", True), time.monotonic()
+
+    async def ping(self, interval: int) -> None:
+        """Runs until it is cancelled. One sleep for each interval, nothing for each event (0 or less: never)."""
+        while interval > 0:
+            left = self._last + interval - time.monotonic()
+            if left <= 0 and self._open and not self._busy:
+                await self.send({"type": "http.response.body", "body": PING, "more_body": True})
+            else:
+                await asyncio.sleep(left if left > 0 else interval)
+
+
 class EventStream(StreamingResponse):
     """A stream of a shape's events. `begun` waits for the first step, so that failures before it are plain errors."""
 
     def __init__(self, first: list[Step], steps: AsyncIterator[Step], shape: Shape, ping: int) -> None:
-        super().__init__(self._frames(first, steps, shape, ping), media_type="text/event-stream", headers=HEADERS)
-        self._steps = steps
+        super().__init__(self._frames(first, steps, shape), media_type="text/event-stream", headers=HEADERS)
+        self._steps, self._ping = steps, ping
 
     @classmethod
     async def begun(cls, request: Request, steps: AsyncIterator[Step], shape: Shape, ping: int) -> Response:
@@ -73,7 +100,9 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends until the end or until the client has gone; the generations are aborted then."""
-        sending = asyncio.ensure_future(self.stream_response(send))
+        line = _Line(send)
+        sending = asyncio.ensure_future(self.stream_response(line.send))
+        pinging = asyncio.ensure_future(line.ping(self._ping))
         watch = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait((sending, watch), return_when=asyncio.FIRST_COMPLETED)
@@ -81,26 +110,21 @@ class EventStream(StreamingResponse):
                 with suppress(OSError):
                     sending.result()
         finally:
-            for other in (sending, watch):
+            for other in (sending, watch, pinging):
                 other.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await sending
             await self._steps.aclose()  # type: ignore[attr-defined]
 
-    async def _frames(
-        self, first: list[Step], steps: AsyncIterator[Step], shape: Shape, ping: int
-    ) -> AsyncIterator[bytes]:
+    async def _frames(self, first: list[Step], steps: AsyncIterator[Step], shape: Shape) -> AsyncIterator[bytes]:
         try:
             for begun in first:
                 for event in shape.events(begun):
                     yield frame(event)
-            async for step in _with_pings(steps, ping):
-                if step is None:
-                    yield PING
-                else:
-                    data = b"".join(frame(event) for event in shape.events(step))
-                    if data:
-                        yield data
+            async for step in steps:
+                data = b"".join(frame(event) for event in shape.events(step))
+                if data:
+                    yield data
         except RequestError as error:
             yield frame(shape.failure(error))
         except Exception as error:
@@ -108,29 +132,3 @@ class EventStream(StreamingResponse):
             raise
         for word in shape.last_words:
             yield f"data: {word}\n\n".encode()
-
-
-async def _with_pings(steps: AsyncIterator[Step], interval: int) -> AsyncIterator[Step | None]:
-    """The steps, and None whenever none has come for `interval` seconds (0 or less: never)."""
-    if interval <= 0:
-        async for step in steps:
-            yield step
-        return
-    following: asyncio.Future[Step] | None = None
-    try:
-        while True:
-            following = following or asyncio.ensure_future(anext(steps))
-            done, _ = await asyncio.wait((following,), timeout=interval)
-            if not done:
-                yield None
-                continue
-            result, following = following, None
-            try:
-                yield result.result()
-            except StopAsyncIteration:
-                return
-    finally:
-        if following is not None:
-            following.cancel()
-            with suppress(asyncio.CancelledError, Exception, StopAsyncIteration):
-                await following
