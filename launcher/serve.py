@@ -117,6 +117,11 @@ def _add_http_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--ui", "--webui", action=argparse.BooleanOptionalAction, default=True, help="the chat page at / (default on)"
     )
+    group.add_argument("--cors-methods", default="GET, POST, DELETE, OPTIONS", metavar="NAMES", help="said to browsers")
+    group.add_argument("--cors-headers", default="*", metavar="NAMES", help="the same")
+    group.add_argument(
+        "--cors-credentials", action=argparse.BooleanOptionalAction, default=True, help="the same (default on)"
+    )
     group.add_argument("--cors-origins", metavar="ORIGIN", help='"*" (default), "localhost" or one origin')
     group.add_argument("-to", "--timeout", type=float, default=600, metavar="S", help="idle seconds of a connection")
     group.add_argument(
@@ -208,6 +213,9 @@ def settings_of(args: argparse.Namespace) -> ServerSettings:
         embeddings=args.embedding,
         pooling=args.pooling,
         cors_origins=args.cors_origins or ("localhost" if args.tools else "*"),
+        cors_methods=args.cors_methods,
+        cors_headers=args.cors_headers,
+        cors_credentials=args.cors_credentials,
         json_log=args.json_log,
         sleep_seconds=args.sleep_idle_seconds,
     )

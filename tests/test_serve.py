@@ -53,6 +53,9 @@ def test_facts(server: Serving) -> None:
     assert server.get("/health").json == {"status": "ok"} == server.get("/v1/health").json
     assert server.get("/nowhere").status == 404 and server.get("/nowhere").json["error"]["type"] == "not_found_error"
     assert server.get("/completion").status == 405
+    for path in ("/cors-proxy?url=http://127.0.0.1:1/", "/tools"):
+        assert server.get(path).status == server.post(path, {}).status == 403
+        assert server.get(path).json["error"]["type"] == "permission_error"
 
 
 def test_page_needs_nothing_from_outside(server: Serving) -> None:

@@ -63,6 +63,8 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Endpoint], ...] = (
     ("POST", ("/responses/input_tokens", "/v1/responses/input_tokens"), responses.input_tokens),
     ("POST", ("/v1/messages",), anthropic.messages),
     ("POST", ("/v1/messages/count_tokens",), anthropic.count_tokens),
+    ("GET", ("/cors-proxy", "/tools"), state.page_helper),
+    ("POST", ("/cors-proxy", "/tools"), state.page_helper),
     ("POST", ("/tokenize",), vocabulary_calls.tokenize),
     ("POST", ("/detokenize",), vocabulary_calls.detokenize),
 )

@@ -81,6 +81,13 @@ async def change_props(server: Server, request: Request) -> Response:
     return JSONResponse({"success": True})
 
 
+async def page_helper(server: Server, request: Request) -> Response:
+    """/cors-proxy and /tools, which fetch and run things for llama-server's own page once its operator allows it."""
+    raise RequestError(
+        "permission", f"{request.url.path} is not enabled: this server fetches and runs nothing for pages"
+    )
+
+
 async def models(server: Server, request: Request) -> Response:
     """GET /v1/models."""
     facts, settings = server.backend.facts, server.settings
