@@ -7,6 +7,7 @@ Owns the process's side of `bloomery.runtime.engram_record`. How rows are read i
 from __future__ import annotations
 
 import faulthandler
+import os
 import signal
 import threading
 import time
@@ -88,6 +89,7 @@ class EngramWorker:
             step: int = control[STEP // 8]
             if step != last or time.monotonic_ns() >= deadline:
                 return step
+            os.sched_yield()  # a worker may want this core
 
     def _bring(self, fetch: StepFetch, words: EngramWords, step: int) -> None:
         """All flags are raised for this step, whatever happens."""

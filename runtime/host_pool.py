@@ -13,6 +13,7 @@ import itertools
 import os
 import threading
 import time
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -142,7 +143,7 @@ class HostPool:
         engram_process: EngramProcess | None = None
         try:
             if program.engram:
-                engram_process = EngramProcess(f"{name}-engram", starts[0], engram or EngramOptions(), quiet)
+                engram_process = EngramProcess(f"{name}-engram", _engram_like(starts), engram or EngramOptions(), quiet)
             hellos = group.hellos(range(processes), progress)
             lowered = lowered_of(hellos[0])
             for rank, hello in hellos.items():
@@ -496,3 +497,12 @@ def _worker_starts(
         )
         for rank in range(shape.processes)
     ]
+
+
+def _engram_like(starts: list[WorkerStart]) -> WorkerStart:
+    """What the engram I/O process has of a worker's start. It watches for steps as long as a worker only where it has
+    a core to itself; elsewhere a worker would have to wait for its own core."""
+    cores = len(affinity_mask())
+    quota = cpu_quota()
+    spare = len(starts) < (cores if quota is None else min(cores, quota))
+    return starts[0] if spare else replace(starts[0], idle_ns=min(starts[0].idle_ns, _CROWDED_IDLE_NS))
