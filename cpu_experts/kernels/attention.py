@@ -25,6 +25,8 @@ from bloomery.cpu_experts.kernels.attention_blocks import ROWS_FROM, rows_of_one
 from bloomery.cpu_experts.kernels.attention_tiles import (
     COLUMNS,
     as_cached,
+    clear_columns,
+    fetch_rows,
     heads_together,
     round_queries,
     score_tile,
@@ -57,6 +59,7 @@ from bloomery.cpu_experts.simd import (
 )
 
 _INT = types.int64
+AHEAD: Final = 16  # positions between those that memory is asked for and those in work; a block of values
 # Arguments: heads, heads of a group, key width, value width, scale, q, q row stride, q head stride, out, out row
 # stride, out head stride, keys, their slot stride, their row stride, values, their slot stride, their row stride,
 # scratch, bytes of a row of scores, bytes of a rank's area (`layouts`), queries that are taken together
@@ -264,35 +267,62 @@ def _one_head(name: str) -> Callable[..., None]:
     return made
 
 
-def _tile_of_heads(name: str) -> Callable[..., None]:
-    """Numba function for the queries of a tile; widths are multiples of LANES and of COLUMNS."""
-    element, heads = ELEMENT_BYTES[name], heads_together()
+def _heads_of_row(name: str) -> Callable[..., None]:
+    """Numba function for some heads of a row, whole tiles; widths are multiples of LANES and of COLUMNS.
+
+    Keys and values are gone through once, for all of these heads: what memory and page tables have to give for a
+    position lies together, while the rows of one head alone lie far apart."""
+    element, together = ELEMENT_BYTES[name], heads_together()
     rounded, softmax = round_queries(name), _softmax(name)
     scores_of, outputs_of = score_tile(name), value_tile(name)
 
     @compiled
-    def tile(
+    def heads_of_row(
         q: int, q_head: int, keys: int, key_stride: int, key_width: int, values: int, value_stride: int,
-        value_width: int, seen: int, scale: float, scores: int, score_row: int, out: int, out_head: int,
+        value_width: int, seen: int, scale: float, first: int, last: int, group: int, scratch: int, room: int,
+        score_row: int, out: int, out_head: int,
     ) -> None:  # fmt: skip
-        queries, blocks = scores + heads * score_row, key_width // LANES
-        for head in range(heads):
-            rounded(q + head * q_head, queries + 4 * head * key_width, blocks)
+        blocks = key_width // LANES
+        scores = scratch + 4 * room * key_width
+        for head in range(first, last):
+            rounded(q + head * q_head, scratch + 4 * (head - first) * key_width, blocks)
+            clear_columns(out + head * out_head, value_width // LANES)
+        kv_first = first // group
+        kv_heads = (last - 1) // group + 1 - kv_first
+        keys += kv_first * key_width * element
+        values += kv_first * value_width * element
+        key_lines = (kv_heads * key_width * element + 63) // 64
+        value_lines = (kv_heads * value_width * element + 63) // 64
         for position in range(0, seen, 4):
-            last = seen - 1
+            fetch_rows(keys + (position + AHEAD) * key_stride, key_stride, min(4, seen - position - AHEAD), key_lines)
+            final = seen - 1
             k0 = keys + position * key_stride
-            k1 = keys + min(position + 1, last) * key_stride
-            k2 = keys + min(position + 2, last) * key_stride
-            k3 = keys + min(position + 3, last) * key_stride
-            at = scores + 4 * position
-            scores_of(k0, k1, k2, k3, queries, 4 * key_width, blocks, at, score_row, scale)
-        for head in range(heads):
-            softmax(scores + head * score_row, seen)
-        for column in range(0, value_width, COLUMNS):
-            start = values + column * element
-            outputs_of(start, value_stride, seen, scores, score_row, out + 4 * column, out_head)
+            k1 = keys + min(position + 1, final) * key_stride
+            k2 = keys + min(position + 2, final) * key_stride
+            k3 = keys + min(position + 3, final) * key_stride
+            for head in range(first, last, together):
+                at = (head // group - kv_first) * key_width * element
+                place = head - first
+                scores_of(
+                    k0 + at, k1 + at, k2 + at, k3 + at, scratch + 4 * place * key_width, 4 * key_width, blocks,
+                    scores + place * score_row + 4 * position, score_row, scale,
+                )  # fmt: skip
+        for head in range(first, last):
+            softmax(scores + (head - first) * score_row, seen)
+        for position in range(0, seen, AHEAD):
+            count = min(AHEAD, seen - position)
+            start = values + position * value_stride
+            fetch_rows(start + AHEAD * value_stride, value_stride, min(AHEAD, seen - position - AHEAD), value_lines)
+            for head in range(first, last, together):
+                at = start + (head // group - kv_first) * value_width * element
+                weights = scores + (head - first) * score_row + 4 * position
+                for column in range(0, value_width, COLUMNS):
+                    outputs_of(
+                        at + column * element, value_stride, count, weights, score_row,
+                        out + head * out_head + 4 * column, out_head,
+                    )  # fmt: skip
 
-    made: Callable[..., None] = tile
+    made: Callable[..., None] = heads_of_row
     return made
 
 
@@ -339,7 +369,7 @@ def attention(cache_type: str) -> Callable[[int, int, int, int], None]:
     """Kernel `attention_<type>` for caches of type f32 or f16."""
     name = cache_type.upper()
     element, together = ELEMENT_BYTES[name], heads_together()
-    one_head, tile_of_heads = _one_head(name), _tile_of_heads(name)
+    one_head, heads_of_row = _one_head(name), _heads_of_row(name)
     many_rows = _many_rows(name)
 
     def kernel(args: int, rank: int, ranks: int, step: int) -> None:
@@ -357,24 +387,33 @@ def attention(cache_type: str) -> Callable[[int, int, int, int], None]:
         if rows * heads < 2 * together * ranks:
             tiled = False  # too few tiles: every rank should have work
         chunk = together if tiled else 1
-        units = rows * (heads // chunk)
-        for unit in range(share_start(units, rank, ranks), share_end(units, rank, ranks)):
-            head = unit // rows * chunk
-            row = unit - unit // rows * rows
+        tiles = heads // chunk
+        unit, end = share_start(rows * tiles, rank, ranks), share_end(rows * tiles, rank, ranks)
+        while unit < end:
+            row = unit // tiles
+            first = unit - row * tiles
+            last = min(tiles, first + end - unit)
+            if tiled:
+                last = min(last, first + argument(args, 20) // chunk)
             slot = load_i32(slots + 4 * row)
             seen = load_i32(positions + 4 * row) + 1
-            q = argument(args, 5) + row * argument(args, 6) + head * q_head
-            out = argument(args, 8) + row * argument(args, 9) + head * out_head
-            keys = argument(args, 11) + slot * argument(args, 12) + head // group * key_width * element
-            values = argument(args, 14) + slot * argument(args, 15) + head // group * value_width * element
+            q = argument(args, 5) + row * argument(args, 6)
+            out = argument(args, 8) + row * argument(args, 9)
+            keys = argument(args, 11) + slot * argument(args, 12)
+            values = argument(args, 14) + slot * argument(args, 15)
             if tiled:
-                tile_of_heads(
-                    q, q_head, keys, key_stride, key_width, values, value_stride, value_width, seen, scale, scores,
-                    score_row, out, out_head,
+                heads_of_row(
+                    q, q_head, keys, key_stride, key_width, values, value_stride, value_width, seen, scale,
+                    first * chunk, last * chunk, group, scores, argument(args, 20), score_row, out, out_head,
                 )  # fmt: skip
             else:
-                one_head(
-                    q, keys, key_stride, key_width, values, value_stride, value_width, seen, scale, scores, out
-                )  # fmt: skip
+                for head in range(first, last):
+                    kv_head = head // group
+                    one_head(
+                        q + head * q_head, keys + kv_head * key_width * element, key_stride, key_width,
+                        values + kv_head * value_width * element, value_stride, value_width, seen, scale, scores,
+                        out + head * out_head,
+                    )  # fmt: skip
+            unit += last - first
 
     return kernel

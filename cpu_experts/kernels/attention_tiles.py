@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from numba import types
 
-from bloomery.cpu_experts.isa import AVX512VNNI, at_least
+from bloomery.cpu_experts.isa import AVX512VNNI, at_least, prefetch_distance
 from bloomery.cpu_experts.kernels.float_dots import ELEMENT_BYTES, LANES, f32x16, load_floats
 from bloomery.cpu_experts.kernels.layouts import ATTENTION_HEADS
 from bloomery.cpu_experts.simd import Emitter, Value, emits, f32x4, vector
@@ -79,7 +79,7 @@ def score_tile(name: str) -> Any:
 
 def value_tile(name: str) -> Any:
     """Numba function (values, bytes between their rows, positions, weights, bytes between weight rows, out, bytes
-    between heads of out): COLUMNS columns of the outputs of each query of a tile."""
+    between heads of out): adds these positions' part of COLUMNS columns to the outputs of each query of a tile."""
     heads, parts = heads_together(), COLUMNS // LANES
 
     @emits(types.void, *[_INT] * 7)
@@ -97,10 +97,40 @@ def value_tile(name: str) -> Any:
                 for place, part in enumerate(wide)
             ]
 
-        totals = s.loop(positions, [s.zero(f32x16)] * (parts * heads), step)
-        for head in range(heads):
-            at = s.add(out, s.mul(distance, distance.type(head)))
-            for part in range(parts):
-                s.store(totals[parts * head + part], at, 4 * LANES * part)
+        rows = [s.add(out, s.mul(distance, distance.type(head))) for head in range(heads)]
+        places = [(place, 4 * LANES * part) for place in rows for part in range(parts)]
+        totals = s.loop(positions, [s.load(f32x16, *place) for place in places], step)
+        for total, place in zip(totals, places, strict=True):
+            s.store(total, *place)
 
     return tile
+
+
+@emits(types.void, _INT, _INT)
+def clear_columns(s: Emitter, out: Value, blocks: Value) -> None:
+    """Zeros to blocks of LANES floats."""
+
+    def step(index: Value, _: list[Value]) -> list[Value]:
+        s.store(s.zero(f32x16), s.add(out, s.mul(index, index.type(4 * LANES))))
+        return []
+
+    s.loop(blocks, [], step)
+
+
+@emits(types.void, _INT, _INT, _INT, _INT)
+def fetch_rows(s: Emitter, rows: Value, stride: Value, count: Value, lines: Value) -> None:
+    """Asks for the first `lines` 64-byte lines of some rows."""
+    if not prefetch_distance():
+        return
+
+    def row(index: Value, _: list[Value]) -> list[Value]:
+        at = s.add(rows, s.mul(index, stride))
+
+        def line(place: Value, _: list[Value]) -> list[Value]:
+            s.prefetch(s.add(at, s.mul(place, place.type(64))))
+            return []
+
+        s.loop(lines, [], line)
+        return []
+
+    s.loop(count, [], row)
