@@ -19,7 +19,7 @@ from bloomery.runtime.reference import ReferenceExecutor
 from bloomery.runtime.reference_ops import Floats, head_matmul, softmax, swiglu
 
 # What ggml's CPU backend rounds activations to, by the quant type of the weight (ggml-cpu.c, type_traits_cpu)
-_BLOCKS_OF_256 = {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ3_XXS", "IQ4_XS"}
+_BLOCKS_OF_256 = {f"Q{bits}_K" for bits in range(2, 7)} | {"IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"}
 _BLOCKS_OF_32 = {"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4"}
 
 

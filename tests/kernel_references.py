@@ -25,7 +25,11 @@ SCALES_AT = {
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
+    "IQ2_XXS": (0,),
+    "IQ2_XS": (0,),
+    "IQ2_S": (0,),
     "IQ3_XXS": (0,),
+    "IQ3_S": (0,),
     "IQ4_XS": (0,),
     "Q4_0": (0,),
     "Q4_1": (0, 2),
@@ -34,7 +38,8 @@ SCALES_AT = {
     "Q8_0": (0,),
     "IQ4_NL": (0,),
 }
-SUPER = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ3_XXS", "IQ4_XS")
+SUPER = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS")
+PARTS_OF_D = {"IQ2_XXS": 8, "IQ2_XS": 8, "IQ2_S": 8, "IQ3_XXS": 4}  # their integers are an eighth or a quarter of d
 FLOATS = ("F32", "F16", "BF16")
 
 
@@ -103,9 +108,9 @@ def integer_parts(name: str, weights: Bytes) -> tuple[NDArray[np.int64], NDArray
         d = np.ldexp(np.float32(1), blocks[:, 0].astype(np.int32) - 128).reshape(rows, -1)
         return np.rint(elements).astype(np.int64).reshape(rows, -1), None, d, d
     floats = [blocks[:, at : at + 2].copy().view(np.float16).astype(np.float32)[:, 0] for at in places]
-    if name == "IQ3_XXS":  # its integers are quarters of d
-        quarters = (floats[0] * np.float32(0.25)).reshape(rows, -1)
-        return with_scales(4.0), None, quarters, quarters
+    if divisor := PARTS_OF_D.get(name):
+        shares = (floats[0] / np.float32(divisor)).reshape(rows, -1)
+        return with_scales(float(divisor)), None, shares, shares
     parts = with_scales(1.0, 0.0)
     minima = -with_scales(0.0, 1.0) if len(places) == 2 and name in SUPER else None
     return parts, minima, floats[0].reshape(rows, -1), floats[-1].reshape(rows, -1)

@@ -14,7 +14,9 @@ KernelFunction = Callable[[int, int, int, int], None]
 
 FLOAT_TYPES: Final = ("F32", "F16", "BF16")
 SMALL_TYPES: Final = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")
-SUPER_TYPES: Final = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ3_XXS", "IQ4_XS")
+SUPER_TYPES: Final = (
+    "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS",
+)  # fmt: skip
 WEIGHT_TYPES: Final = (*FLOAT_TYPES, *SMALL_TYPES, *SUPER_TYPES)
 
 # prefix of a kernel's name -> (module, factory); what follows the prefix is the factory's argument

@@ -32,7 +32,7 @@ from bloomery.cpu_experts.kernels.block_formats import (
 from bloomery.cpu_experts.kernels.layouts import PANEL_VECTORS
 from bloomery.cpu_experts.kernels.wide_dots import nibble_sums, wide_dots
 from bloomery.cpu_experts.kernels.wide_formats import NIBBLE_BLOCKS, WIDE_BLOCKS
-from bloomery.cpu_experts.simd import Emitter, Value, emits, f32x4, i8x32, i16x16, i32x4, i32x8
+from bloomery.cpu_experts.simd import Emitter, Value, emits, f32x4, i8x32, i16x16, i32x4, i32x8, i32x16
 
 _INT = types.int64
 
@@ -87,8 +87,11 @@ def _super_dots(
         total = None
         for group in range(8):
             values, activations = row.values(group), s.load(i8x32, x_values, 32 * group)
-            if _vnni():  # only types whose scales belong to 32 elements come here: see `wide_dots`
-                factor = s.lanes(s.sext(i32x8, s.low(row.scales)), [group] * 8)
+            if _vnni():
+                if kind.scaled == 32:
+                    factor = s.lanes(s.sext(i32x8, s.low(row.scales)), [group] * 8)
+                else:  # split order: of two neighbours the second lies 8 places farther
+                    factor = s.lanes(s.sext(i32x16, row.scales), [group] * 4 + [8 + group] * 4)
                 scaled = s.mul(_four_products(s, kind, values, activations), factor)
             else:
                 scaled = s.pair_products_i16(_products(s, kind, values, activations), row.scale(group))

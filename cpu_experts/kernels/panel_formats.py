@@ -13,7 +13,7 @@ from typing import ClassVar, Final
 
 from bloomery.cpu_experts.kernels import block_formats
 from bloomery.cpu_experts.kernels.block_formats import FP4_VALUES, IQ4_VALUES, BlockFormat
-from bloomery.cpu_experts.kernels.grid_tables import gather_8, iq3_xxs_words, table_address
+from bloomery.cpu_experts.kernels.grid_tables import gather_8, table_address
 from bloomery.cpu_experts.simd import Emitter, Value, i32x4, vector
 
 
@@ -228,36 +228,148 @@ class IQ4_XS(Panel):
         return found
 
 
-class IQ3_XXS(Panel):
-    facts = block_formats.IQ3_XXS
-    scaled = 32
+class GridPanel(Panel):
+    """Types whose codes stand for groups of magnitudes; every element has a bit for its sign."""
+
+    together: ClassVar[int] = 8  # elements of a code
+
+    def codes(self) -> Iterator[Value]:
+        """Words of codes in ascending order."""
+        raise NotImplementedError
+
+    def signs(self) -> Iterator[Value]:
+        """Words whose lowest 8 bits are the signs of 8 elements."""
+        raise NotImplementedError
 
     def values(self) -> Iterator[Value]:
         s = self.s
-        table = table_address(s, "iq3_xxs", iq3_xxs_words())
-        codes, signs = self.words(2, 16), self.words(66, 8)
+        table = table_address(s, self.facts.__name__)
         spread = s.splat_constant(self.word, 0x00204081)  # a copy of four bits in each byte, bit i lowest in byte i
-        for index in range(64):
+        signs = self.signs()
+        for index, word in enumerate(self._fours()):
             if index % 2 == 0:
-                seven = self.byte(signs[index // 8], 0, 127, 7 * (index % 8 // 2))
-                folded = s.xor(seven, s.lshr(seven, 4))
-                folded = s.xor(folded, s.lshr(folded, 2))
-                odd = s.and_(s.xor(folded, s.lshr(folded, 1)), s.splat_constant(self.word, 1))
-                eight = s.or_(seven, s.shl(odd, 7))
-            magnitudes = self._gather(table, self.byte(codes[index // 4], index % 4))
+                eight = next(signs)
+            magnitudes = self._gather(table, word)
             negative = self.part(s.mul(self.byte(eight, 0, 15, 4 * (index % 2)), spread), 0, 1)
             flipped = s.xor(magnitudes, s.mul(negative, s.splat_constant(self.word, 255)))
             yield s.add(flipped, negative)  # no magnitude is 0, so that no byte carries
+
+    def _fours(self) -> Iterator[Value]:
+        """Where in the table the words of four elements lie."""
+        s = self.s
+        for code in self.codes():
+            if self.together == 4:
+                yield code
+            else:
+                yield s.shl(code, 1)
+                yield s.or_(s.shl(code, 1), s.splat_constant(self.word, 1))
 
     def _gather(self, table: Value, indices: Value) -> Value:
         s = self.s
         parts = [gather_8(s, table, s.lanes(indices, range(at, at + 8))) for at in range(0, self.lanes, 8)]
         return parts[0] if len(parts) == 1 else s.concat(*parts)
 
-    def scales(self) -> list[Value]:
+    def _even(self, seven: Value) -> Value:
+        """7 bits with an eighth that makes the number of set bits even."""
         s = self.s
-        one = s.splat_constant(self.word, 1)
-        return [s.or_(s.shl(s.lshr(word, 28), 1), one) for word in self.words(66, 8)]
+        folded = s.xor(seven, s.lshr(seven, 4))
+        folded = s.xor(folded, s.lshr(folded, 2))
+        odd = s.and_(s.xor(folded, s.lshr(folded, 1)), s.splat_constant(self.word, 1))
+        return s.or_(seven, s.shl(odd, 7))
+
+    def _odd(self, code: Value) -> Value:
+        """2 code + 1."""
+        return self.s.or_(self.s.shl(code, 1), self.s.splat_constant(self.word, 1))
+
+    def _nibble_scales(self, at: int, count: int) -> list[Value]:
+        words = self.words(at, count // 8)
+        return [self._odd(self.byte(words[index // 8], 0, 15, 4 * (index % 8))) for index in range(count)]
+
+
+class IQ2_XXS(GridPanel):
+    facts = block_formats.IQ2_XXS
+    scaled = 32
+
+    def codes(self) -> Iterator[Value]:
+        for word in self.words(2, 16)[0::2]:
+            yield from (self.byte(word, index) for index in range(4))
+
+    def signs(self) -> Iterator[Value]:
+        for word in self.words(2, 16)[1::2]:
+            yield from (self._even(self.byte(word, 0, 127, 7 * index)) for index in range(4))
+
+    def scales(self) -> list[Value]:
+        return [self._odd(self.s.lshr(word, 28)) for word in self.words(2, 16)[1::2]]
+
+
+class IQ2_XS(GridPanel):
+    facts = block_formats.IQ2_XS
+    scaled = 16
+
+    def codes(self) -> Iterator[Value]:
+        for word in self.words(2, 16):
+            yield from (self.byte(word, 0, 511, 16 * half) for half in range(2))
+
+    def signs(self) -> Iterator[Value]:
+        for word in self.words(2, 16):
+            yield from (self._even(self.byte(word, 0, 127, 16 * half + 9)) for half in range(2))
+
+    def scales(self) -> list[Value]:
+        return self._nibble_scales(66, 16)
+
+
+class IQ2_S(GridPanel):
+    facts = block_formats.IQ2_S
+    scaled = 16
+
+    def codes(self) -> Iterator[Value]:
+        low, high = self.words(2, 8), self.words(66, 2)
+        for index in range(32):
+            upper = self.byte(high[index // 16], 0, 3, 2 * (index % 16))
+            yield self.s.or_(self.byte(low[index // 4], index % 4), self.s.shl(upper, 8))
+
+    def signs(self) -> Iterator[Value]:
+        for word in self.words(34, 8):
+            yield from (self.byte(word, index) for index in range(4))
+
+    def scales(self) -> list[Value]:
+        return self._nibble_scales(74, 16)
+
+
+class IQ3_XXS(GridPanel):
+    facts = block_formats.IQ3_XXS
+    scaled = 32
+    together = 4
+
+    def codes(self) -> Iterator[Value]:
+        for word in self.words(2, 16):
+            yield from (self.byte(word, index) for index in range(4))
+
+    def signs(self) -> Iterator[Value]:
+        for word in self.words(66, 8):
+            yield from (self._even(self.byte(word, 0, 127, 7 * index)) for index in range(4))
+
+    def scales(self) -> list[Value]:
+        return [self._odd(self.s.lshr(word, 28)) for word in self.words(66, 8)]
+
+
+class IQ3_S(GridPanel):
+    facts = block_formats.IQ3_S
+    scaled = 32
+    together = 4
+
+    def codes(self) -> Iterator[Value]:
+        low, high = self.words(2, 16), self.words(66, 2)
+        for index in range(64):
+            ninth = self.byte(high[index // 32], 0, 1, index % 32)
+            yield self.s.or_(self.byte(low[index // 4], index % 4), self.s.shl(ninth, 8))
+
+    def signs(self) -> Iterator[Value]:
+        for word in self.words(74, 8):
+            yield from (self.byte(word, index) for index in range(4))
+
+    def scales(self) -> list[Value]:
+        return self._nibble_scales(106, 8)
 
 
 class Q4_0(Panel):
@@ -318,5 +430,8 @@ class MXFP4(Panel):
 
 PANELS: Final[dict[str, type[Panel]]] = {
     kind.__name__: kind
-    for kind in (Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ3_XXS, IQ4_XS, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4)
+    for kind in (
+        *(Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ4_XS),
+        *(Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4),
+    )
 }
