@@ -30,9 +30,9 @@ from bloomery.cpu_experts.kernels.block_formats import (
     half_floats,
 )
 from bloomery.cpu_experts.kernels.layouts import PANEL_VECTORS
-from bloomery.cpu_experts.kernels.wide_dots import nibble_sums, wide_dots
+from bloomery.cpu_experts.kernels.wide_dots import nibble_sums, table_dots, wide_dots
 from bloomery.cpu_experts.kernels.wide_formats import NIBBLE_BLOCKS, WIDE_BLOCKS
-from bloomery.cpu_experts.simd import Emitter, Value, emits, f32x4, i8x32, i16x16, i32x4, i32x8, i32x16
+from bloomery.cpu_experts.simd import Emitter, Value, emits, f32x4, i8x32, i16x16, i32x4, i32x8
 
 _INT = types.int64
 
@@ -87,17 +87,10 @@ def _super_dots(
         total = None
         for group in range(8):
             values, activations = row.values(group), s.load(i8x32, x_values, 32 * group)
-            if _vnni():
-                if kind.scaled == 32:
-                    factor = s.lanes(s.sext(i32x8, s.low(row.scales)), [group] * 8)
-                else:  # split order: of two neighbours the second lies 8 places farther
-                    factor = s.lanes(s.sext(i32x16, row.scales), [group] * 4 + [8 + group] * 4)
-                scaled = s.mul(_four_products(s, kind, values, activations), factor)
-            else:
-                scaled = s.pair_products_i16(_products(s, kind, values, activations), row.scale(group))
+            scaled = s.pair_products_i16(_products(s, kind, values, activations), row.scale(group))
             total = scaled if total is None else s.add(total, scaled)
-        if offset := _offset(kind):
-            shift = offset.bit_length() - 1
+        if kind.offset:
+            shift = kind.offset.bit_length() - 1
             total = s.sub(total, s.shl(s.pair_products_i16(row.scales, sums), shift))
         totals.append(total)
         if kind.minimum_at is not None:
@@ -152,6 +145,9 @@ def block_step(name: str) -> Any:
         if name in WIDE_BLOCKS and _vnni():
             prefetch(s, SUPER_BLOCKS[name], addresses)
             return wide_dots(s, WIDE_BLOCKS[name], addresses, (xq, xd, xs), acc)
+        if name == "IQ4_XS" and _vnni():
+            prefetch(s, SUPER_BLOCKS[name], addresses)
+            return table_dots(s, addresses, (xq, xd, xs), acc)
         if name in SUPER_BLOCKS:
             kind = SUPER_BLOCKS[name]
             prefetch(s, kind, addresses)

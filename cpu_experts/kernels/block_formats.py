@@ -78,7 +78,6 @@ class BlockFormat:
 
 class SuperBlock(BlockFormat):
     elements = 256
-    scaled: ClassVar[int] = 16  # elements that share a sub-scale
 
     @functools.cached_property
     def scales(self) -> Value:
@@ -152,7 +151,6 @@ class Q3_K(SuperBlock):
 
 class Q4_K(SuperBlock):
     nbytes = 144
-    scaled = 32
     minimum_at = 2
     quants_at: ClassVar[int] = 16
 
@@ -208,7 +206,6 @@ class Q6_K(SuperBlock):
 
 class IQ4_XS(SuperBlock):
     nbytes = 136
-    scaled = 32
     signed = True
 
     @functools.cached_property
@@ -292,7 +289,6 @@ class IQ2_XXS(GridBlock):
 
     nbytes = 66
     fraction = 0.125
-    scaled = 32
 
     @functools.cached_property
     def words(self) -> Value:
@@ -359,7 +355,6 @@ class IQ3_XXS(GridBlock):
 
     nbytes = 98
     fraction = 0.25
-    scaled = 32
 
     @functools.cached_property
     def words(self) -> Value:
@@ -383,7 +378,6 @@ class IQ3_S(GridBlock):
     """64 codes of four: 8 bits each at 2, a ninth at 66; signs at 74, eight scales of 4 bits at 106."""
 
     nbytes = 110
-    scaled = 32
 
     @functools.cached_property
     def signs(self) -> Value:

@@ -12,8 +12,9 @@ from typing import Final
 
 from llvmlite import ir
 
+from bloomery.cpu_experts.kernels.block_formats import IQ4_VALUES, IQ4_XS, half_floats
 from bloomery.cpu_experts.kernels.wide_formats import Nibbles, WideBlocks
-from bloomery.cpu_experts.simd import Emitter, Value, f32x4, i8x16, i8x32, i8x64, i16x16, i16x32, i32x16
+from bloomery.cpu_experts.simd import Emitter, Value, f32x4, i8x16, i8x32, i8x64, i16x16, i16x32, i32x8, i32x16
 from bloomery.cpu_experts.vectors import ELEMENTS
 
 _BIT_64: Final = ir.VectorType(ir.IntType(1), 64)
@@ -30,7 +31,9 @@ def wide_dots(s: Emitter, kind: type[WideBlocks], addresses: Sequence[Value], x:
         total = s.zero(i32x16)
         for pair in range(2):
             dots = [
-                s.add_products_u8(s.zero(i32x16), blocks.values(row, group), activations[group])
+                s.add_products_u8(
+                    s.zero(i32x16), blocks.values(row, group), blocks.signed(row, group, activations[group])
+                )
                 for group in (2 * pair, 2 * pair + 1)
             ]
             total = s.add_products_i16(total, s.pack_i16(*dots), _scales(s, blocks, row, pair))
@@ -46,6 +49,37 @@ def wide_dots(s: Emitter, kind: type[WideBlocks], addresses: Sequence[Value], x:
         dmin = blocks.floats[1]
         acc = s.fma(s.fneg(s.fmul(dmin, dx)), s.to_float(f32x4, _minima(s, blocks, sums)), acc)
     return acc
+
+
+def table_dots(s: Emitter, addresses: Sequence[Value], x: Sequence[Value], acc: Value) -> Value:
+    """The same for IQ4_XS, whose values are too great for packed sums: a lane stays in its sub-block of 32.
+
+    Lower nibbles of 64 packed bytes are the first 16 elements of four sub-blocks, upper ones the last 16."""
+    x_values, x_d, x_sums = x
+    sums = s.load(i16x16, x_sums)
+    parts = [[s.load(i8x16, x_values, 32 * group + 16 * half) for group in range(8)] for half in range(2)]
+    activations = [[_join(s, part[4 * quad : 4 * quad + 4]) for quad in range(2)] for part in parts]
+    table = s.constant(i8x64, [value + 128 for value in IQ4_VALUES] * 4)
+    fifteen = s.splat_constant(i8x64, 15)
+    totals = []
+    for address in addresses:
+        scales = IQ4_XS(s, address).scales
+        wide = s.sext(i32x8, s.low(scales))
+        total = None
+        for quad in range(2):
+            packed = s.load(i8x64, address, 8 + 64 * quad)
+            upper = s.as_(i8x64, s.lshr(s.as_(i16x32, packed), 4))
+            dots = s.zero(i32x16)
+            for half, nibbles in enumerate((packed, upper)):
+                values = s.table(table, s.and_(nibbles, fifteen))
+                dots = s.add_products_u8(dots, values, activations[half][quad])
+            scaled = s.mul(dots, s.lanes(wide, [4 * quad + lane // 4 for lane in range(16)]))
+            total = scaled if total is None else s.add(total, scaled)
+        lift = s.shl(s.pair_products_i16(scales, sums), 7)  # values were taken 128 too great
+        totals.append(s.sub(s.add(s.low(total), s.high(total)), lift))
+    dx = s.splat(f32x4, s.load_scalar("f32", x_d))
+    d = half_floats(s, addresses, IQ4_XS.d_at)
+    return s.fma(s.fmul(d, dx), s.to_float(f32x4, s.sum4(*totals)), acc)
 
 
 def nibble_sums(s: Emitter, kind: Nibbles, addresses: Sequence[Value], x_values: Value) -> Value:

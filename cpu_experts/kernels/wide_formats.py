@@ -12,12 +12,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
+from llvmlite import ir
+
 from bloomery.cpu_experts.isa import host_features
 from bloomery.cpu_experts.kernels import block_formats
-from bloomery.cpu_experts.kernels.block_formats import FP4_VALUES, IQ4_VALUES, SPLIT_ORDER, SuperBlock, half_floats
+from bloomery.cpu_experts.kernels.block_formats import (
+    FP4_VALUES,
+    IQ4_VALUES,
+    SPLIT_ORDER,
+    SUPER_BLOCKS,
+    GridBlock,
+    SuperBlock,
+    block_scales,
+    half_floats,
+)
 from bloomery.cpu_experts.simd import Emitter, Value, f32x4, i8x16, i8x32, i8x64, i16x32, i32x16, vector
 
 i64x8 = vector("i64", 8)
+_BIT_64: Final = ir.VectorType(ir.IntType(1), 64)
 
 
 def split_place(block: int) -> int:
@@ -38,6 +50,10 @@ class WideBlocks:
     def values(self, row: int, group: int) -> Value:
         """i8x64: the elements `runs(group)` of a row, unsigned and below 64."""
         raise NotImplementedError
+
+    def signed(self, row: int, group: int, activations: Value) -> Value:
+        """i8x64: what multiplies `values(row, group)` instead of the activations, where those carry the signs."""
+        return activations
 
     def runs(self, group: int) -> tuple[int, int]:
         """Where the two runs of 32 elements start that group 0..3 of 64 is made of."""
@@ -248,7 +264,41 @@ class Q6_K(WideBlocks):
         return self.s.or_(low, self.bits(high, (4 * pair, 4), (4 * pair + 2, 4), 2))
 
 
-WIDE_BLOCKS: Final[dict[str, type[WideBlocks]]] = {kind.__name__: kind for kind in (Q2_K, Q3_K, Q4_K, Q5_K, Q6_K)}
+class WideGrid(WideBlocks):
+    """Types of `block_formats.GridBlock`: `values` are magnitudes, `signed` moves the signs to the activations."""
+
+    facts: ClassVar[type[GridBlock]]
+
+    @functools.cached_property
+    def rows(self) -> list[GridBlock]:
+        return [self.facts(self.s, address) for address in self.addresses]
+
+    @functools.cached_property
+    def floats(self) -> list[Value]:
+        return [block_scales(self.s, self.facts, self.addresses)]
+
+    @functools.cached_property
+    def scale_pairs(self) -> list[Value]:
+        scales = [row.scales for row in self.rows]
+        return [self.s.concat(*scales[:2]), self.s.concat(*scales[2:])]
+
+    def values(self, row: int, group: int) -> Value:
+        return self.s.concat(*(self.rows[row].magnitudes(2 * group + half) for half in range(2)))
+
+    def signed(self, row: int, group: int, activations: Value) -> Value:
+        s = self.s
+        bits = s.lane(s.as_(vector("i64", 4), self.rows[row].signs), group)
+        negative = s.b.bitcast(bits, _BIT_64)
+        return s.b.select(negative, s.sub(s.zero(i8x64), activations), activations)
+
+
+def _wide_grid(kind: type[GridBlock]) -> type[WideGrid]:
+    return type(kind.__name__, (WideGrid,), {"facts": kind})
+
+
+WIDE_BLOCKS: Final[dict[str, type[WideBlocks]]] = {kind.__name__: kind for kind in (Q2_K, Q3_K, Q4_K, Q5_K, Q6_K)} | {
+    name: _wide_grid(kind) for name, kind in SUPER_BLOCKS.items() if issubclass(kind, GridBlock)
+}
 
 
 @dataclass(frozen=True)
