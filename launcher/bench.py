@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.launcher import bench_report
+from bloomery.launcher.bench_arithmetic import arithmetic_ceiling
 from bloomery.launcher.bench_engine import BenchEngine
 from bloomery.launcher.bench_peer import MICRO_BATCH, PACKAGES, REPACKING, LlamaPeer, PeerOptions
 from bloomery.launcher.bench_rows import row_of, run_trial
@@ -174,6 +175,7 @@ def benchmark(args: argparse.Namespace, path: str, progress: ProgressDisplay) ->
     with ModelFile.open(path) as model:
         facts = model_facts(model, args)
     for threads in args.threads or [default_processes()]:
+        facts |= arithmetic_ceiling(threads)
         rows += thread_rows(args, path, threads, trials, facts, progress)
     for row in rows:
         row["load_after"] = os.getloadavg()[0]
@@ -213,6 +215,7 @@ def thread_rows(
         for trial in trials:
             rounds = run_trial(trial, args.repeats, engine, peers, ceiling, source, progress)
             row = row_of(trial, threads, rounds, engine.program, engine.block, args.cache_type) | facts
+            row["arithmetic_share"] = row["gops"] / row["arithmetic_gops"] if trial.kind == "pp" else None
             row["against_system"] = next((p.facts["system"] for p in peers if p.name == row["against"]), None)
             rows.append(row)
     return rows
@@ -235,7 +238,6 @@ def model_facts(model: ModelFile, args: argparse.Namespace) -> dict[str, Any]:
         "model_bytes": sum(tensor.nbytes for tensor in model.tensors.values()),
         "version": version("bloomery"),
         "executor": "host",
-        "isa": os.environ.get("BLOOMERY_ISA", "auto"),
         "prompt_block": args.prompt_block,
         "micro_batch": (args.micro_batch or MICRO_BATCH) if args.against else None,
         "cache_type": args.cache_type,

@@ -52,6 +52,8 @@ COLUMNS: Final[tuple[tuple[str, str, Callable[[Any], str]], ...]] = (
     ("of ceiling", "ceiling_share", _percent),
     ("bound tok/s", "bound_tokens_per_s", _rate),
     ("GOP/s", "gops", "{:.0f}".format),
+    ("arithmetic GOP/s", "arithmetic_gops", "{:.0f}".format),
+    ("of it", "arithmetic_share", _percent),
 )
 KIND_COLUMNS: Final[tuple[tuple[str, str, Callable[[Any], str]], ...]] = (
     ("of the step", "share", _percent),

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from conftest import left_behind, program
 
+from bloomery.cpu_experts.isa import active_isa
 from bloomery.launcher import bench_report
 from bloomery.launcher.bench import build_parser, check
 from bloomery.launcher.bench_engine import EngineRun
@@ -216,6 +217,8 @@ def test_rows_carry_what_was_measured(rows: list[dict[str, Any]]) -> None:
         assert len(row["samples"]) == 3
         assert row["tokens_per_s"] == sorted(row["samples"])[1]
         assert row["read_gbps"] > 0 and row["ceiling_gbps"] > 0
+        assert row["isa"] == active_isa() and row["arithmetic_gops"] > 10, "one core does more, whatever its age"
+        assert (row["arithmetic_share"] is None) == row["test"].startswith("tg")
         assert row["cpu_tokens_per_s"] > 0 and 0 < row["quiet_share"] <= 1
 
 
