@@ -4,8 +4,6 @@ of memory.
 The small variant has narrow layers and tables of 40 MB and always runs. With BLOOMERY_TEST_FULL_SIZE=1 the same test
 takes the file that `bloomery-bench --synthetic deepseek41` makes: true widths, 24 experts a layer, two tables of 42 GB
 (apparent), 4.8 GB on the disk in $BLOOMERY_CACHE, and minutes.
-
-Planted once and seen to fail: tables counted among the weights (the plan is refused); workers that map the tables.
 """
 
 from __future__ import annotations
