@@ -23,6 +23,7 @@ from bloomery.runtime.drafts.worth import (
     Probes,
     StepCosts,
     best_length,
+    updated,
     worth_checking,
 )
 from bloomery.runtime.errors import WorkerLost
@@ -30,7 +31,6 @@ from bloomery.runtime.executor import StepResult, StepRows
 
 log = logging.getLogger(__name__)
 
-_RATE = 0.1
 _REST_AFTER, _REST = 64, 8
 """After so many steps without a guess worth checking, only every so many-th step asks for one."""
 
@@ -87,6 +87,7 @@ class Drafting:
         self._most = min(limits.most, MOST_TOKENS)
         self._costs, self._acceptance, self._probes = StepCosts(), Acceptance(), Probes()
         self._token_seconds = 0.0
+        self._asked: dict[int, tuple[int, int]] = {}  # of each slot: text and length of the last question
         self._synthetic = SyntheticAcceptance(limits.rates) if limits.rates else None
         self._failed = ""
         self.tokens = self.accepted = self.steps = 0
@@ -192,6 +193,7 @@ class Drafting:
         return max(length, min(self._limits.least, most)) if length else 0
 
     def _ask(self, wanted: list[Wanted]) -> list[Proposal]:
+        near = all(self._follows(question) for question in wanted)
         begun = time.perf_counter()
         try:
             proposals = self._draft.propose(wanted)
@@ -201,11 +203,18 @@ class Drafting:
         except Exception as error:
             proposals = [Proposal()] * len(wanted)
             self._give_up(error)
-        if self._draft.costly and (longest := max(len(proposal.tokens) for proposal in proposals)):
+        longest = max(len(proposal.tokens) for proposal in proposals)
+        if self._draft.costly and near and longest:
             seconds = (time.perf_counter() - begun) / longest
-            known = self._token_seconds or seconds
-            self._token_seconds = known + _RATE * (min(seconds, 2 * known) - known)
+            self._token_seconds = updated(self._token_seconds or seconds, seconds)
         return proposals
+
+    def _follows(self, question: Wanted) -> bool:
+        """Whether a question is asked right after another: an answer that had to catch up with a text says nothing of
+        what the next one will take."""
+        text, length = self._asked.get(question.slot, (-1, 0))
+        self._asked[question.slot] = question.text, len(question.tokens)
+        return text == question.text and len(question.tokens) - length <= 1 + MOST_TOKENS
 
     def _counts(self, wanted: list[Wanted], proposals: list[Proposal], sequences: int, room: int) -> list[int]:
         lengths = [min(len(proposal.tokens), question.most) for proposal, question in zip(proposals, wanted)]

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_RATE = 0.1  # weight of the newest step in the estimates
+_RATE = 0.1  # weight of the newest outcome in an estimate
+_DOWN = 0.3  # of one that took less time than estimated: what delays a step does not make any faster
 _OUTLIER = 2.0  # a step that took longer than so many times the estimate counts as having taken that
 ROW_SHARE = 0.25
 """What a row is taken to cost before any was measured, as a share of a step without guesses."""
@@ -49,30 +50,41 @@ class StepCosts:
             self._base[sequences] = max(seconds - guessed * self.row, 0.5 * seconds)
             return
         expected = base + guessed * self.row
-        change = _RATE * (min(seconds, _OUTLIER * expected) - expected) / (1 + guessed)
+        change = (updated(expected, seconds) - expected) / (1 + guessed)
         self._base[sequences] = base + change
         if guessed:
             self._row = max(0.0, self.row + change)
+
+
+def updated(estimate: float, seconds: float) -> float:
+    """An estimate of a duration after another measurement."""
+    rate = _DOWN if seconds < estimate else _RATE
+    return estimate + rate * (min(seconds, _OUTLIER * estimate) - estimate)
 
 
 class Probes:
     """When to check a guess that does not seem worth it."""
 
     def __init__(self) -> None:
-        self._without = self._failed = 0
+        self._without = self._failed = self._more = 0
 
     def due(self) -> bool:
-        """Counts a step that would check nothing although there was something to check; True for one that should."""
+        """Counts a step that would check nothing although there was something to check; True for one that should.
+        Those come in threes: what the first costs may be to catch up with the text."""
         self._without += 1
-        if self._without <= PROBE_STEPS * min(self._failed + 1, 8):
+        if self._more:
+            self._more -= 1
+        elif self._without <= PROBE_STEPS * min(self._failed + 1, 8):
             return False
+        else:
+            self._failed += 1
+            self._more = 2
         self._without = 0
-        self._failed += 1
         return True
 
     def paid(self) -> None:
         """Guesses were checked because they seemed worth it."""
-        self._without = self._failed = 0
+        self._without = self._failed = self._more = 0
 
 
 def worth_checking(chances: Sequence[Sequence[float]], base: float, row: float, room: int, sequences: int) -> list[int]:
