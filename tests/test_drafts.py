@@ -1,6 +1,6 @@
 """Drafts by themselves: what the lookup proposes, when checking pays, how a draft model's caches keep up.
 
-Planted once and seen to fail: see each test.
+Planted once and seen to fail: a draft model's caches that count one token too many.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def published_text() -> list[int]:
 
 def test_lookup_makes_the_published_number_of_proposals() -> None:
     """3999 positions, 3983 proposals, 1644 of them right: the figures that were published for tables of 3, 2 and 1
-    tokens which say what followed most recently. Planted: the first occurrence in place of the latest."""
+    tokens which say what followed most recently."""
     tokens = array(published_text())
     draft, made, right = LookupDraft(), 0, 0
     for known in range(1, len(tokens)):
@@ -102,7 +102,7 @@ def searched(tokens: list[int], most: int) -> tuple[int, ...]:
 
 
 def test_rows_are_checked_while_each_raises_tokens_per_second() -> None:
-    """Against all other choices. Planted: the chance of a token not multiplied by those before it."""
+    """Against all other choices."""
     random = Random(5)
     for _ in range(200):
         chances = [[random.random() for _ in range(random.randrange(4))] for _ in range(random.randrange(1, 4))]
@@ -250,7 +250,7 @@ def test_synthetic_acceptance_takes_what_the_model_would_not() -> None:
 
 def test_a_draft_model_keeps_up_whatever_becomes_of_its_guesses() -> None:
     """Its guesses are those of the draft model on the very tokens, after right and wrong guesses, for several slots,
-    after another text in the slot, and with room for a few rows only. Planted: the caches' count one too great."""
+    after another text in the slot, and with room for a few rows only."""
     random = Random(2)
     for max_rows in (64, 5):
         executor = ToyExecutor(slots=3, context=200, max_rows=max_rows, max_out_rows=min(max_rows, 4))
