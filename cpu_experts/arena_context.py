@@ -5,7 +5,7 @@ Owns the translation from buffers, states and scratch names to this process's ad
 
 from __future__ import annotations
 
-from bloomery.cpu_experts.stage import BroughtRows, CacheAddress
+from bloomery.cpu_experts.stage import BroughtRows, CacheAddress, HandOffPlace
 from bloomery.runtime.arena import Arena, ArenaShape, aligned
 from bloomery.runtime.engram_record import FLAG
 from bloomery.runtime.model_file import Tensor
@@ -41,6 +41,9 @@ class SizingContext:
     def brought(self, site: int) -> BroughtRows | None:
         return BroughtRows(_NOWHERE, _NOWHERE, _NOWHERE, _NOWHERE)
 
+    def hand_off(self) -> HandOffPlace:
+        return HandOffPlace(_NOWHERE, _NOWHERE, 0)
+
     def scratch(self, name: str, nbytes: int) -> int:
         self.wanted[name] = max(nbytes, self.wanted.get(name, 0))
         return _NOWHERE
@@ -49,7 +52,9 @@ class SizingContext:
 class ArenaContext:
     """Lowering into an attached arena."""
 
-    def __init__(self, program: Program, arena: Arena) -> None:
+    def __init__(self, program: Program, arena: Arena, hand_off_ns: int = 0) -> None:
+        """`hand_off_ns` is how long this rank waits for a card."""
+        self._hand_off_ns = hand_off_ns
         shape = arena.layout.shape
         self.max_rows = shape.max_rows
         self.max_out_rows = shape.max_out_rows
@@ -75,6 +80,10 @@ class ArenaContext:
         address = self._arena.address
         flag = address("engram") + site * LINE + FLAG
         return BroughtRows(flag, address("control"), address(f"engram_rows:{site}"), address(f"engram_places:{site}"))
+
+    def hand_off(self) -> HandOffPlace:
+        address = self._arena.address
+        return HandOffPlace(address("hand_off"), address("control"), self._hand_off_ns)
 
     def scratch(self, name: str, nbytes: int) -> int:
         region = self._arena.layout.regions[f"scratch:{name}"]

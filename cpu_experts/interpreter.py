@@ -15,7 +15,7 @@ from enum import IntEnum
 
 from numba import int64, njit
 
-from bloomery.cpu_experts.stage import STEP_OUT_ROWS, STEP_ROWS
+from bloomery.cpu_experts.stage import STEP_FAILURE, STEP_OUT_ROWS, STEP_ROWS
 from bloomery.cpu_experts.sync import (
     call_kernel,
     exchange,
@@ -74,7 +74,10 @@ SPINS = 24
 IDLE_NS = 32
 DEADLINE_NS = 40
 TICKS = 48
+REPORTERS = 56  # ranks that report the end of a step: those that meet at barriers, then others
 POINTERS = 64
+# A stage's entry in the table: kernel, arguments, whether a barrier follows.
+STAGE_WORDS = 3
 PRIVATE_WORDS = 16
 
 
@@ -139,12 +142,16 @@ def _run_stages(control: int, table: int, stages: int, private: int, rank: int, 
             return cut
         begun = ticks()
         if not drill:
-            entry = table + 16 * stage
+            entry = table + 8 * STAGE_WORDS * stage
             call_kernel(load_acquire(entry), load_acquire(entry + 8), rank, ranks, private + POINTERS)
+            if load_acquire(private + POINTERS + 8 * STEP_FAILURE) != 0:
+                store_release(own + DETAIL, ranks)
+                return _TIMED_OUT
         computed = ticks()
         target = (step << STAGE_BITS) | (stage + 1)
         store_release(own + PROGRESS, target)
-        if stage + 1 < count and ranks > 1:
+        meets = drill or load_acquire(table + 8 * STAGE_WORDS * stage + 16) != 0
+        if stage + 1 < count and ranks > 1 and meets:
             outcome = _barrier(control, private, rank, ranks, target, step, own + DETAIL)
             if outcome != 0:
                 return outcome
@@ -156,12 +163,12 @@ def _run_stages(control: int, table: int, stages: int, private: int, rank: int, 
 
 
 @njit(nogil=True, cache=True)
-def _report(control: int, rank: int, ranks: int, step: int, status: int) -> None:
+def _report(control: int, rank: int, reporters: int, step: int, status: int) -> None:
     """Publishes the end of the step; whoever sees that all have ended rings the coordinator's bell."""
     own = control + RANK_LINES + rank * RANK_BYTES
     store_release(own + STATUS, status)
     exchange(own + DONE, step)
-    for other in range(ranks):
+    for other in range(reporters):
         if load_acquire(control + RANK_LINES + other * RANK_BYTES + DONE) != step:
             return
     store_release(control + BELL, step)
@@ -188,7 +195,7 @@ def _await_step(control: int, private: int, last: int) -> int:
 def serve(control: int, record: int, table: int, stages: int, private: int, rank: int, ranks: int) -> int:
     """Serves steps until there is nothing to do for the idle time, or no reason to stay. Returns a Reason.
 
-    All addresses are this process's: `control` and `record` in the arena, `table` of (kernel, arguments) pairs,
+    All addresses are this process's: `control` and `record` in the arena, `table` of STAGE_WORDS a stage,
     `private` of PRIVATE_WORDS words, which keep the last step served from call to call.
     """
     while True:
@@ -201,8 +208,9 @@ def serve(control: int, record: int, table: int, stages: int, private: int, rank
         store_release(private + LAST_STEP, step)
         store_release(private + POINTERS + 8 * STEP_ROWS, load_acquire(record + ROWS))
         store_release(private + POINTERS + 8 * STEP_OUT_ROWS, load_acquire(record + OUT_ROWS))
+        store_release(private + POINTERS + 8 * STEP_FAILURE, 0)
         outcome = _run_stages(control, table, stages, private, rank, ranks, step)
-        _report(control, rank, ranks, step, outcome)
+        _report(control, rank, load_acquire(private + REPORTERS), step, outcome)
 
 
 @njit(nogil=True, cache=True)

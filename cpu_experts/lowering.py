@@ -10,7 +10,7 @@ Scratch names: `activations` (the input of a product, quantised), `tiles` (decod
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from bloomery.cpu_experts.kernels import FLOAT_TYPES, SUPER_TYPES, WEIGHT_TYPES
@@ -29,11 +29,12 @@ from bloomery.cpu_experts.kernels.layouts import (
 )
 from bloomery.cpu_experts.lowering_base import F32_BYTES, bits_of, limit_of
 from bloomery.cpu_experts.lowering_deepseek4 import Deepseek4Lowering
-from bloomery.cpu_experts.stage import BroughtRows, CacheAddress, LoweringContext, Stage
+from bloomery.cpu_experts.stage import BroughtRows, CacheAddress, HandOffPlace, LoweringContext, Stage
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.model_file import Tensor
 from bloomery.runtime.ops_deepseek4 import HyperMix, SoftplusRouter, WindowAttention
 from bloomery.runtime.ops_drafts import StreamMean, TokenChain
+from bloomery.runtime.ops_hand_off import HandOffAnswer, HandOffWait
 from bloomery.runtime.program import (
     Add,
     Argmax,
@@ -127,6 +128,9 @@ class _NoMemory:
     def brought(self, site: int) -> BroughtRows | None:
         return BroughtRows(_ALIGN, _ALIGN, _ALIGN, _ALIGN)
 
+    def hand_off(self) -> HandOffPlace:
+        return HandOffPlace(_ALIGN, _ALIGN, 0)
+
     def scratch(self, name: str, nbytes: int) -> int:
         return _ALIGN
 
@@ -181,6 +185,15 @@ class _Lowering(Deepseek4Lowering):
                 self.emit("stream_mean", *head, *self._heads(op.streams), *self.context.view(op.out))
             case TokenChain():
                 self._token_chain(op)
+            case HandOffWait():
+                place = self.context.hand_off()
+                clock = (0, 0)
+                words = (place.words, place.control, op.index, place.deadline_ns, *clock)
+                self.emit("hand_off_wait", *words, barrier=False)
+            case HandOffAnswer():
+                place = self.context.hand_off()
+                self.out[-1] = replace(self.out[-1], barrier=False)  # a rank answers for its own part
+                self.emit("hand_off_answer", place.words, place.control, op.index, barrier=False)
             case _:
                 self._lower_deepseek4(op)
 
@@ -331,7 +344,8 @@ class _Lowering(Deepseek4Lowering):
         parts = self.context.scratch("experts", items * result)
         self._experts(op, hidden, experts, [(op.down, parts, result, op.out.elements)], x, 1)
         mix = self.context.view(op.mix)
-        self.emit("experts_sum", parts, result, *mix, used, *self.context.view(op.out), op.out.elements, rows)
+        ids = self.context.view(op.ids)
+        self.emit("experts_sum", parts, result, *mix, used, *self.context.view(op.out), op.out.elements, rows, *ids)
 
     def _experts(
         self,

@@ -27,8 +27,8 @@ class LoweringPass:
         self.tables: dict[tuple[object, ...], tuple[int, int]] = {}  # rope tables made so far: address, row stride
         self.label = ""
 
-    def emit(self, kernel: str, *arguments: int) -> None:
-        self.out.append(Stage(kernel, arguments, self.label))
+    def emit(self, kernel: str, *arguments: int, barrier: bool = True) -> None:
+        self.out.append(Stage(kernel, arguments, self.label, barrier))
 
     def _rows(self, view: View) -> int:
         """Index of the step's row count that a buffer follows."""

@@ -26,12 +26,13 @@ STEP_TOKENS: Final = 2  # address of int32[R]
 STEP_SLOTS: Final = 3  # address of int32[R]
 STEP_POSITIONS: Final = 4  # address of int32[R]
 STEP_OUT_INDICES: Final = 5  # address of int32[O]: indices of the wanted rows
-STEP_WORDS: Final = 6
+STEP_FAILURE: Final = 6  # set by a kernel that waited in vain for another process; the rank then leaves the step
+STEP_WORDS: Final = 7
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One call of one kernel by every rank. A barrier follows every stage.
+    """One call of one kernel by every rank. A barrier follows, unless what comes next needs nothing of other ranks.
 
     `kernel` is a name that `compile_cache.compile_kernel` knows, `label` the op's name for errors and timings.
     """
@@ -39,6 +40,7 @@ class Stage:
     kernel: str
     arguments: tuple[int, ...]
     label: str
+    barrier: bool = True
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,16 @@ class BroughtRows:
     control: int
     rows: int
     places: int
+
+
+@dataclass(frozen=True)
+class HandOffPlace:
+    """Where the words of hand-offs with a card (`hand_off`) and the control block lie: addresses. `deadline_ns` is how
+    long a rank waits for the card."""
+
+    words: int
+    control: int
+    deadline_ns: int
 
 
 class LoweringContext(Protocol):
@@ -98,6 +110,9 @@ class LoweringContext(Protocol):
 
     def brought(self, site: int) -> BroughtRows | None:
         """Where the rows of an engram site are brought to; None if kernels are to take them from the table."""
+
+    def hand_off(self) -> HandOffPlace:
+        """Where this rank meets the card."""
 
     def scratch(self, name: str, nbytes: int) -> int:
         """Address (64-byte aligned) of at least `nbytes` bytes that all ranks see at their own address; the same name

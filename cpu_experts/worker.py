@@ -93,7 +93,8 @@ class Worker:
         self._compile(INTERPRETER)
         layout = ArenaLayout(self._workload.program, self._start.shape, lowered_of(message))
         arena = Arena.attach(message["prefix"], layout)
-        self._stages = self._workload.stages(ArenaContext(self._workload.program, arena))
+        context = ArenaContext(self._workload.program, arena, self._start.hand_off_ns)
+        self._stages = self._workload.stages(context)
         assert len(self._stages) == self._lowered.stages, "lowering depends on addresses"
         table, arguments = self._stage_table()
         private = aligned_words(interpreter.PRIVATE_WORDS)
@@ -101,6 +102,7 @@ class Worker:
         private[interpreter.SPINS // 8] = self._start.spins
         private[interpreter.IDLE_NS // 8] = self._start.idle_ns
         private[interpreter.DEADLINE_NS // 8] = self._start.deadline_ns
+        private[interpreter.REPORTERS // 8] = self._start.shape.ranks
         if self._start.time_stages:
             ticks = arena.address("ticks") + 8 * TICKS_PER_STAGE * self._lowered.stages * self._start.rank
             private[interpreter.TICKS // 8] = ticks
@@ -112,15 +114,15 @@ class Worker:
         return arena
 
     def _stage_table(self) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
-        """(kernel, arguments) addresses of each stage, and the arguments, which must stay alive."""
+        """The interpreter's table of stages, and their arguments, which must stay alive."""
         kernels = {name: self._workload.compile(name) for name in dict.fromkeys(stage.kernel for stage in self._stages)}
-        table = aligned_words(2 * len(self._stages)).reshape(-1, 2)
+        table = aligned_words(interpreter.STAGE_WORDS * len(self._stages)).reshape(-1, interpreter.STAGE_WORDS)
         arguments = []
         for entry, stage in zip(table, self._stages):
             words = aligned_words(len(stage.arguments))
             words[:] = stage.arguments
             arguments.append(words)
-            entry[:] = kernels[stage.kernel], words.ctypes.data
+            entry[:] = kernels[stage.kernel], words.ctypes.data, stage.barrier
         return table, arguments
 
     def _serve(self, arena: Arena) -> None:

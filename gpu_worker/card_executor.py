@@ -17,26 +17,41 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bloomery.gpu_worker.card_memory import CardMemory
-from bloomery.gpu_worker.driver import Card, CardError, Graph
+from bloomery.gpu_worker.card_memory import CardMemory, CardStore
+from bloomery.gpu_worker.driver import Card, CardError, Graph, MappedMemory
+from bloomery.gpu_worker.hand_off_lowering import HostSide
 from bloomery.gpu_worker.kernel_functions import Kernels
 from bloomery.gpu_worker.launches import MAX_ROWS, KernelName, Launch
 from bloomery.gpu_worker.lowering import lower
 from bloomery.gpu_worker.prompt_lowering import LEAST_ROWS, lower_prompt
+from bloomery.runtime.arena import LEAST_SPARE
 from bloomery.runtime.errors import StepAborted, WorkerLost
-from bloomery.runtime.executor import StepResult, StepRows
-from bloomery.runtime.program import Program
+from bloomery.runtime.executor import StateSnapshot, StepResult, StepRows, check_rows
+from bloomery.runtime.program import Program, View
+from bloomery.runtime.slot_states import SlotStates
 
 LOGITS_BYTES: Final = 64 << 20
 _BLOCKS_KEPT: Final = 16
 """Launch lists of prompt blocks that are kept, one for each number of rows."""
 _AHEAD: Final = 4
 """Groups of a step that may be under way at once: an abort takes effect after so many."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """Where results go: logits (O, V), greedy tokens (O) and hidden rows (O, width) in rows that may lie apart; `areas`
+    are the (address, bytes) of what has to be registered with the driver for that."""
+
+    logits: NDArray[np.float32]
+    greedy: NDArray[np.int32]
+    hidden: NDArray[np.float32] | None
+    areas: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass
@@ -62,9 +77,14 @@ class CardExecutor:
         cache_type: Literal["f32", "f16"] = "f16",
         card: int = 0,
         graphs: bool = True,
+        results: Results | None = None,
+        host: HostSide | None = None,
+        is_cut: Callable[[], bool] = lambda: False,
         progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
     ) -> None:
-        """PlanError if there is no card, the program has an op or type without a kernel, or memory does not suffice."""
+        """PlanError if there is no card, the program has an op or type without a kernel, or memory does not suffice.
+        `results` is memory of others that results go to, `host` the host's part where the program has hand-offs,
+        `is_cut` says before a part whether the step is to end."""
         self.program = program
         self._context, self._slots = context, slots
         self._max_rows = max(prompt_block, slots)
@@ -77,29 +97,38 @@ class CardExecutor:
         self._lock = threading.Lock()
         self._running = self._aborted = self._closed = False
         self._lost = ""
+        self._is_cut, self._results, self._host = is_cut, results, host
+        spare = max(self._max_rows, LEAST_SPARE)
         self._counts = {"steps": 0, "rows": 0, "aborted": 0}
         self._seconds = 0.0
         self.card = Card(card)
         try:
             with self.card.current("loading the model"):
-                self._start(slots, cache_type, progress)
+                self._start(slots, spare, cache_type, progress)
+            self._store = CardStore(self.card, self.memory)
+            self._states = SlotStates(program.states, self._store, slots=slots, context=context, spare=spare)
         except BaseException:
             self.card.close()
             raise
 
-    def _start(self, slots: int, cache_type: str, progress: Callable[[str, int, int], None]) -> None:
+    def _start(self, slots: int, spare: int, cache_type: str, progress: Callable[[str, int, int], None]) -> None:
         cuda, program = self.card.cuda, self.program
+        self._register(self._results or self._own_results())
         blocks = self._max_rows >= self._least_block
         self.memory = CardMemory(
             self.card,
             program,
             context=self._context,
             slots=slots,
+            spare=spare,
+            tiers=self._host.tiers if self._host else None,
             prompt_rows=self._max_rows if blocks else MAX_ROWS,
             out_rows=self._max_out_rows if blocks else MAX_ROWS,
             cache_type=cache_type,
             progress=progress,
         )
+        if self._host:
+            self.memory.meet_host(partial(self._host.addresses, self._on_card))
         launches = lower(program, self.memory, MAX_ROWS, MAX_ROWS)
         if blocks:
             launches += lower_prompt(program, self.memory, self._max_rows, self._max_out_rows)
@@ -112,8 +141,6 @@ class CardExecutor:
         groups = -(-self._max_rows // MAX_ROWS) + self._max_rows // self._least_block
         self._records = cuda.pagelocked_empty((groups, 4, MAX_ROWS), np.int32)
         self._block_record = cuda.pagelocked_empty((4, self._max_rows if blocks else MAX_ROWS), np.int32)
-        self._logits = cuda.pagelocked_empty((self._max_out_rows, program.vocabulary), np.float32)
-        self._greedy = cuda.pagelocked_empty(self._max_out_rows, np.int32)
         self._events = [cuda.Event(cuda.event_flags.DISABLE_TIMING) for _ in range(_AHEAD)]
 
     @property
@@ -138,9 +165,10 @@ class CardExecutor:
         if not self._running:
             self.announce()
         try:
-            self._check(rows)
-            if self._lost:
-                raise WorkerLost(self._lost, "start the card executor anew")
+            check_rows(rows, self, self.program.vocabulary)
+            self.recover()
+            if self._results is None:  # else the pool knows where slots can go on
+                self._states.reach.begin(rows)
             with self.card.current(f"a step of {len(rows.tokens)} rows; BLOOMERY_CARD_SYNC=1 finds the op"):
                 self._run(rows)
         except WorkerLost as error:
@@ -154,7 +182,8 @@ class CardExecutor:
         self._counts["rows"] += len(rows.tokens)
         self._seconds += seconds
         wanted = len(rows.out_rows)
-        return StepResult(self._logits[:wanted], self._greedy[:wanted], seconds)
+        hidden = None if self._hidden is None else self._hidden[:wanted]
+        return StepResult(self._logits[:wanted], self._greedy[:wanted], seconds, hidden)
 
     def announce(self) -> None:
         with self._lock:
@@ -165,11 +194,24 @@ class CardExecutor:
             self._aborted = self._running
 
     def copy_prefix(self, source: int, target: int, positions: int) -> None:
-        if not (0 <= source < self.slots and 0 <= target < self.slots and 0 <= positions <= self.context):
-            raise ValueError(f"cannot copy {positions} positions from slot {source} to {target}")
-        if positions and source != target:
-            with self.card.current("copying a prefix"):
-                self.memory.copy_rows(source, target, positions)
+        self._states.copy_prefix(source, target, positions)
+
+    def continuable(self, slot: int) -> range:
+        return self._states.reach.continuable(slot)
+
+    def snapshot(self, slot: int, positions: int, reach: int = 0) -> StateSnapshot:
+        return self._states.snapshot(slot, positions, reach)
+
+    def snapshot_bytes(self, positions: int, reach: int = 0) -> int:
+        return self._states.snapshot_bytes(positions, reach)
+
+    def restore(self, slot: int, snapshot: StateSnapshot, positions: int | None = None) -> None:
+        self._states.restore(slot, snapshot, positions)
+
+    @property
+    def store(self) -> CardStore:
+        """The rows of the states."""
+        return self._store
 
     def recover(self) -> None:
         """A lost context does not come back in the same process. Raises WorkerLost if it is lost."""
@@ -197,7 +239,9 @@ class CardExecutor:
                 if prepared.graph:
                     prepared.graph.close()
             self.memory.free()
-            del self._records, self._block_record, self._logits, self._greedy, self._events, self._kernels
+            for mapped in self._mapped:
+                mapped.close()
+            del self._records, self._block_record, self._logits, self._greedy, self._hidden, self._events, self._kernels
         self.card.close()
 
     # ---- one step
@@ -217,7 +261,7 @@ class CardExecutor:
         for number, (first, last, block) in enumerate(self._parts(rows)):
             if number >= _AHEAD:
                 self._events[number % _AHEAD].synchronize()
-            if self._aborted:
+            if self._is_cut() or self._aborted:
                 stream.synchronize()
                 self._counts["aborted"] += 1
                 raise StepAborted(f"aborted before row {first}")
@@ -237,14 +281,8 @@ class CardExecutor:
             else:
                 self._launch(self._prepare(last - first, len(wanted)))
             if len(wanted):
-                end = done + len(wanted)
-                cuda.memcpy_dtoh_async(
-                    self._logits[done:end], self.memory.address(f"buffer {self.program.logits}"), stream
-                )
-                cuda.memcpy_dtoh_async(
-                    self._greedy[done:end], self.memory.address(f"buffer {self.program.argmax}"), stream
-                )
-                done = end
+                self._fetch(done, len(wanted))
+                done += len(wanted)
             self._events[number % _AHEAD].record(stream)
         stream.synchronize()
 
@@ -271,6 +309,31 @@ class CardExecutor:
             del self._blocks[next(iter(self._blocks))]
         return launches
 
+    def _fetch(self, first: int, count: int) -> None:
+        """Sends a part's results on their way to host memory, where rows may lie apart."""
+        logits, argmax = View(self.program.logits, 0, self.program.vocabulary), View(self.program.argmax, 0, 1)
+        pairs: list[tuple[NDArray[Any], View]] = [(self._logits, logits), (self._greedy[:, None], argmax)]
+        if self._hidden is not None and self.program.hidden is not None:
+            pairs.append((self._hidden, self.program.hidden))
+        for target, view in pairs:
+            address, stride = self.memory.view(view)
+            for row in range(count):
+                self.card.cuda.memcpy_dtoh_async(target[first + row], address + 4 * stride * row, self.card.stream)
+
+    def _own_results(self) -> Results:
+        cuda, rows, view = self.card.cuda, self._max_out_rows, self.program.hidden
+        logits = cuda.pagelocked_empty((rows, self.program.vocabulary), np.float32)
+        hidden = cuda.pagelocked_empty((rows, view.elements), np.float32) if view else None
+        return Results(logits, cuda.pagelocked_empty(rows, np.int32), hidden)
+
+    def _register(self, results: Results) -> None:
+        self._logits, self._greedy, self._hidden = results.logits, results.greedy, results.hidden
+        self._mapped = [MappedMemory(self.card, *area) for area in results.areas]
+
+    def _on_card(self, address: int) -> int:
+        """The card's address of registered memory of this process."""
+        return next(mapped.address_of(address) for mapped in self._mapped if mapped.holds(address))
+
     def _launch(self, prepared: _Prepared) -> None:
         """Replays the group's graph. The first time it runs eagerly, waiting for each launch, and is then captured."""
         if prepared.graph is not None:
@@ -293,17 +356,3 @@ class CardExecutor:
                     raise CardError(
                         f"{self.card.name}: {error} (in {launch.kernel} of op {launch.label})", "start it anew"
                     ) from error
-
-    def _check(self, rows: StepRows) -> None:
-        """A wrong row would overwrite another sequence's cache, or memory that is nobody's."""
-        if len(rows.tokens) > self.max_rows or len(rows.out_rows) > self.max_out_rows:
-            raise ValueError(f"{len(rows.tokens)} rows, {len(rows.out_rows)} wanted: more than the card serves at once")
-        limits = (
-            ("token", rows.tokens, self.program.vocabulary),
-            ("slot", rows.slots, self.slots),
-            ("position", rows.positions, self.context),
-            ("wanted row", rows.out_rows, len(rows.tokens)),
-        )
-        for what, values, limit in limits:
-            if len(values) and not (values.min() >= 0 and values.max() < limit):
-                raise ValueError(f"{what} outside 0..{limit - 1}: {values}")

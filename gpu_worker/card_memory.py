@@ -13,10 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.gpu_worker.driver import Card
-from bloomery.gpu_worker.launches import MAX_ROWS, StateAddress, StepAddresses
+from bloomery.gpu_worker.launches import MAX_ROWS, HandOffAddresses, StateAddress, StepAddresses
 from bloomery.runtime.errors import PlanError
+from bloomery.runtime.expert_tiers import ExpertTiers
 from bloomery.runtime.model_file import Tensor
 from bloomery.runtime.program import Program, RoutedExperts, View
+from bloomery.runtime.states import element_type, pieces
 
 PADDING: Final = 256
 """Bytes that kernels may read past an allocation's end."""
@@ -37,16 +39,20 @@ class CardMemory:
         *,
         context: int,
         slots: int,
+        spare: int,
         prompt_rows: int,
         out_rows: int,
         cache_type: str,
         progress: Callable[[str, int, int], None],
+        tiers: ExpertTiers | None = None,
     ) -> None:
+        """`tiers` says which experts come to the card (None: all)."""
         self._card = card
         self._program = program
         self.context, self.cache_type = context, cache_type
         self.multiprocessors = card.multiprocessors
-        self.element_bytes = 4 if cache_type == "f32" else 2
+        self._types = {name: element_type(state, cache_type) for name, state in program.states.items()}
+        self._rows = {name: state.rows(context, spare) for name, state in program.states.items()}
         self.sizes: dict[str, int] = {}
         self._allocations: dict[str, Any] = {}
         self._scratch: dict[str, int] = {}
@@ -58,17 +64,47 @@ class CardMemory:
         for buffer in program.buffers.values():
             self._allocate(f"buffer {buffer.name}", most[buffer.rows] * 4 * buffer.width)
         for state in program.states.values():
-            self._allocate(f"cache {state.name}", slots * context * state.width * self.element_bytes)
-        total = sum(tensor.nbytes for tensor in program.weights.values())
+            row = state.width * self._types[state.name].itemsize
+            self._allocate(f"cache {state.name}", slots * self._rows[state.name] * row)
+        some = self._slots(tiers or ExpertTiers.everything(program))
+        total = sum(_resident(tensor, some.get(name)) for name, tensor in program.weights.items())
         done = 0
         for name, tensor in program.weights.items():
-            self._upload(f"weight {name}", tensor.data)
-            done += tensor.nbytes
-            progress("load", done, total)
-        for op in program.ops:
+            self._upload_weight(name, tensor, some.get(name))
+            done += _resident(tensor, some.get(name))
+            progress("upload", done, total)
+        self._hand_off: HandOffAddresses | None = None
+
+    def _slots(self, tiers: ExpertTiers) -> dict[str, tuple[int, ...]]:
+        """Uploads slot maps; for each expert tensor the ids that come to the card, in the order of their slots."""
+        found: dict[str, tuple[int, ...]] = {}
+        for op in self._program.ops:
             if isinstance(op, RoutedExperts):
-                experts = program.weights[op.gate].shape[2]
-                self._upload(f"slot map {op.gate}", np.arange(experts, dtype=np.int32))
+                ids = tiers.on_card[op.gate]
+                places = np.full(self._program.weights[op.gate].shape[2], -1, np.int32)
+                places[list(ids)] = np.arange(len(ids), dtype=np.int32)
+                self._upload(f"slot map {op.gate}", places)
+                found |= dict.fromkeys((op.gate, op.up, op.down), ids)
+        return found
+
+    def _upload_weight(self, name: str, tensor: Tensor, ids: tuple[int, ...] | None) -> None:
+        if ids is None or len(ids) == tensor.shape[2]:
+            self._upload(f"weight {name}", tensor.data)
+            return
+        each = tensor.nbytes // tensor.shape[2]
+        address = self._allocate(f"weight {name}", each * len(ids))
+        for slot, expert in enumerate(ids):
+            self._card.cuda.memcpy_htod(address + slot * each, tensor.data[expert * each : (expert + 1) * each])
+
+    @property
+    def hand_off(self) -> HandOffAddresses:
+        assert self._hand_off is not None, "this program meets no host"
+        return self._hand_off
+
+    def meet_host(self, addresses: Callable[[int], HandOffAddresses]) -> None:
+        """`addresses` is given two zeroed words of the card's memory."""
+        self._upload("hand-off state", np.zeros(2, np.int64))
+        self._hand_off = addresses(self.address("hand-off state"))
 
     def settle(self) -> None:
         """Allocates the scratch that has been asked for."""
@@ -88,7 +124,7 @@ class CardMemory:
 
     def state(self, name: str) -> StateAddress:
         width = self._program.states[name].width
-        return StateAddress(self.address(f"cache {name}"), self.context * width, width)
+        return StateAddress(self.address(f"cache {name}"), self._rows[name] * width, width)
 
     def scratch(self, name: str, nbytes: int) -> int:
         if not self._settled:
@@ -110,14 +146,40 @@ class CardMemory:
         """Where the experts of the layer with this gate tensor lie; takes effect with the next step."""
         self._card.cuda.memcpy_htod(self.slot_map(gate), places)
 
-    def copy_rows(self, source: int, target: int, positions: int) -> None:
-        """Copies positions 0..positions-1 of all caches from one slot to another."""
-        for state in self._program.states.values():
-            base, row = self.address(f"cache {state.name}"), state.width * self.element_bytes
-            slot = self.context * row
-            self._card.cuda.memcpy_dtod(base + target * slot, base + source * slot, positions * row)
+    # ---- RowStore
+    def dtype(self, name: str) -> np.dtype[Any]:
+        return self._types[name]
 
-    def read(self, view: View, rows: int) -> NDArray[Any]:
+    def read(self, name: str, slot: int, logical: range) -> NDArray[Any]:
+        rows = np.empty((len(logical), self._program.states[name].width), self._types[name])
+        flat, done = rows.reshape(-1).view(np.uint8), 0
+        for place, nbytes in self._pieces(name, slot, logical):
+            self._card.cuda.memcpy_dtoh(flat[done : done + nbytes], place)
+            done += nbytes
+        return rows
+
+    def write(self, name: str, slot: int, logical: range, rows: NDArray[Any]) -> None:
+        flat, done = np.ascontiguousarray(rows).reshape(-1).view(np.uint8), 0
+        for place, nbytes in self._pieces(name, slot, logical):
+            self._card.cuda.memcpy_htod(place, flat[done : done + nbytes])
+            done += nbytes
+
+    def copy(self, source: int, target: int, positions: int) -> None:
+        for name, state in self._program.states.items():
+            live = state.live(positions)
+            pairs = zip(self._pieces(name, source, live), self._pieces(name, target, live), strict=True)
+            for (from_place, nbytes), (to_place, _) in pairs:
+                self._card.cuda.memcpy_dtod(to_place, from_place, nbytes)
+
+    def _pieces(self, name: str, slot: int, logical: range) -> list[tuple[int, int]]:
+        """(address, bytes) of the pieces in which logical rows of a state lie."""
+        row = self._program.states[name].width * self._types[name].itemsize
+        start = self.address(f"cache {name}") + slot * self._rows[name] * row
+        found = pieces(logical, self._rows[name])
+        return [(start + piece.start * row, (piece.stop - piece.start) * row) for piece in found]
+
+    # ---- contents of buffers
+    def buffer(self, view: View, rows: int) -> NDArray[Any]:
         """(rows, count, width) of a buffer, for op-by-op comparisons."""
         buffer = self._program.buffers[view.buffer]
         whole = np.empty((rows, buffer.width), np.float32 if buffer.dtype == "f32" else np.int32)
@@ -149,3 +211,30 @@ class CardMemory:
 
     def _upload(self, name: str, values: NDArray[Any]) -> None:
         self._card.cuda.memcpy_htod(self._allocate(name, values.nbytes), np.ascontiguousarray(values))
+
+
+class CardStore:
+    """The memory's states for callers outside the card's context."""
+
+    def __init__(self, card: Card, memory: CardMemory) -> None:
+        self._card, self._memory = card, memory
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        return self._memory.dtype(name)
+
+    def read(self, name: str, slot: int, logical: range) -> NDArray[Any]:
+        with self._card.current("reading a slot"):
+            return self._memory.read(name, slot, logical)
+
+    def write(self, name: str, slot: int, logical: range, rows: NDArray[Any]) -> None:
+        with self._card.current("restoring a slot"):
+            self._memory.write(name, slot, logical, rows)
+
+    def copy(self, source: int, target: int, positions: int) -> None:
+        with self._card.current("copying a prefix"):
+            self._memory.copy(source, target, positions)
+
+
+def _resident(tensor: Tensor, ids: tuple[int, ...] | None) -> int:
+    """Bytes of a tensor that come to the card."""
+    return tensor.nbytes if ids is None else tensor.nbytes // tensor.shape[2] * len(ids)

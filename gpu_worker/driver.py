@@ -14,6 +14,7 @@ from typing import Any
 from bloomery.runtime.errors import PlanError, WorkerLost
 
 _CAPTURE_THREAD_LOCAL = 1
+_PORTABLE, _DEVICE_MAP = 1, 2
 _INSTALL = "pip install 'bloomery[cuda]', or run with --plan cpu"
 
 
@@ -106,6 +107,36 @@ class Library:
             self._library.cuGetErrorString(status, ctypes.byref(text))
             words = text.value.decode() if text.value else f"error {status}"
             raise CardError(f"{self._card_name}: {function}: {words}", "the card's context is lost; start it anew")
+
+
+class MappedMemory:
+    """Host memory of this process registered with the driver: copies from and to it are asynchronous, and kernels reach
+    it at `address`. PlanError if it cannot be locked."""
+
+    def __init__(self, card: Card, start: int, nbytes: int) -> None:
+        self._library = Library(card.name)
+        self._start, self._first, self._nbytes = ctypes.c_void_p(start), start, nbytes
+        flags = ctypes.c_uint(_PORTABLE | _DEVICE_MAP)
+        status = self._library.try_call("cuMemHostRegister_v2", self._start, ctypes.c_size_t(nbytes), flags)
+        if status:
+            raise PlanError(
+                f"{card.name}: {nbytes} bytes of host memory cannot be locked for the card (error {status})",
+                "raise the limit on locked memory (ulimit -l)",
+            )
+        address = ctypes.c_uint64()
+        self._library.call("cuMemHostGetDevicePointer_v2", ctypes.byref(address), self._start, ctypes.c_uint(0))
+        self.address = address.value
+
+    def holds(self, address: int) -> bool:
+        """Whether an address of this process lies in it."""
+        return self._first <= address < self._first + self._nbytes
+
+    def address_of(self, address: int) -> int:
+        """The card's address for one of this process."""
+        return self.address + address - self._first
+
+    def close(self) -> None:
+        self._library.try_call("cuMemHostUnregister", self._start)
 
 
 class Graph:

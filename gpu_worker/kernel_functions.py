@@ -61,7 +61,7 @@ class Kernels:
         """Compiles what is not in the cache and loads all of it."""
         files = sorted({(name.file, name.quant_type) for name in names} - self._modules.keys())
         for done, (file, kind) in enumerate(files):
-            progress("compile", done, len(files))
+            progress("card kernels", done, len(files))
             module = ctypes.c_void_p()
             path = str(cubin(file, kind, self._card.architecture)).encode()
             self._library.call("cuModuleLoad", ctypes.byref(module), path)

@@ -8,6 +8,7 @@ neither kernels nor PyCUDA.
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -63,6 +64,32 @@ class StateAddress:
     row_stride: int
 
 
+@dataclass(frozen=True)
+class HandOffBuffers:
+    """(address, row stride in elements) of the arena's payload buffers, as the card sees them."""
+
+    x: tuple[int, int]
+    ids: tuple[int, int]
+    mix: tuple[int, int]
+    out: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class HandOffAddresses:
+    """Where the card meets the host (`runtime/hand_off.py`): words and control block in mapped memory, two words of
+    the card's own (the step's number; the step that was given up), how many ranks answer and how long they may take,
+    the number of the program's first hand-off, and the arena's buffers by the rows that a layer computes."""
+
+    words: int
+    control: int
+    step: int
+    cut: int
+    ranks: int
+    deadline_ns: int
+    first: int
+    buffers: Mapping[str, HandOffBuffers]
+
+
 class CardContext(Protocol):
     """The card's memory as lowering sees it. Buffers have room for MAX_ROWS rows and for those of a prompt block."""
 
@@ -83,6 +110,10 @@ class CardContext(Protocol):
     @property
     def prompt_step(self) -> StepAddresses:
         """The same for a prompt block."""
+
+    @property
+    def hand_off(self) -> HandOffAddresses:
+        """Only asked for by programs with hand-offs."""
 
     def view(self, view: View) -> tuple[int, int]:
         """Address of element `view.start` of row 0, and the distance between rows in elements."""

@@ -16,9 +16,11 @@ from typing import Final
 import numpy as np
 
 from bloomery.gpu_worker.fusions import MOST_JOBS, AddNorm, HeadRun, fused
+from bloomery.gpu_worker.hand_off_lowering import lower_hand_off
 from bloomery.gpu_worker.launches import MAX_ROWS, CardContext, KernelName, Launch, float_word
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.model_file import Tensor
+from bloomery.runtime.ops_hand_off import HandOffReceive, HandOffSend
 from bloomery.runtime.program import (
     Add,
     Argmax,
@@ -199,6 +201,8 @@ class Lowering:
                 self._each("select_rows", op.out, self.step.out_rows, *places, op.x.width, op.x.elements)
             case Argmax():
                 self._argmax(op)
+            case HandOffSend() | HandOffReceive():
+                lower_hand_off(self, op)
             case _:
                 raise PlanError(
                     f"{self.program.architecture}: op {op.name} ({type(op).__name__}) has no card kernel yet", _USE_HOST

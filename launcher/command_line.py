@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import signal
 import sys
 import textwrap
@@ -24,6 +25,7 @@ from bloomery.runtime.errors import BloomeryError, system_hint
 USAGE_STATUS = 2
 GREATEST_INTEGER = 2**31 - 1
 INTERRUPTED_STATUS = 130
+_UNITS = {"": 1, **{u: 1000**i for i, u in enumerate("KMGT", 1)}, **{f"{u}I": 1024**i for i, u in enumerate("KMGT", 1)}}
 HOT_LIST_VARIABLE = "BLOOMERY_HOT_LIST"
 
 # Attribute of the parsed arguments, field of DaemonConfig, how a person writes it.
@@ -42,6 +44,7 @@ DAEMON_OPTIONS = (
     ("hot_list", "hot_list", "--hot-list"),
     ("cache_ram", "cache_ram", "--cache-ram"),
     *DRAFT_OPTIONS,
+    ("card_memory", "card_memory", "--card-memory"),
 )
 
 
@@ -147,6 +150,14 @@ def positive(text: str) -> int:
     return number
 
 
+def byte_count(text: str) -> int:
+    """Bytes from "24GiB", "512MiB", "1.5GB" or a plain number."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", text.strip(), re.IGNORECASE)
+    if match is None or (count := float(match[1]) * _UNITS[match[2].upper().removesuffix("B")]) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 24GiB, 512MiB or 24000000000")
+    return int(count)
+
+
 def token_limit(text: str) -> int:
     number = int(text)
     if not -1 <= number <= GREATEST_INTEGER:
@@ -190,7 +201,7 @@ def add_daemon_options(parser: argparse.ArgumentParser) -> None:
     """Everything that shapes the daemon which serves the model. An absent option is None: DaemonConfig has defaults."""
     group = parser.add_argument_group("model and machine")
     add_model_options(group)
-    group.add_argument("--plan", help="where weights and work go: cpu or auto (default)")
+    add_plan_options(group)
     group.add_argument(
         "-c",
         "--ctx",
@@ -235,6 +246,17 @@ def add_memory_options(group: argparse._ArgumentGroup) -> None:
         action="store_const",
         const=True,
         help="read rows of n-gram tables past the page cache (tables larger than memory keep out of it anyway)",
+    )
+
+
+def add_plan_options(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--plan",
+        help="where weights and work go: cpu, a (a card, with the experts that do not fit it on the host), or auto"
+        " (default: a if there is a card that it fits, else cpu); bloomery-plan shows what a plan takes",
+    )
+    group.add_argument(
+        "--card-memory", type=byte_count, metavar="SIZE", help="use at most so much of a card's memory, such as 24GiB"
     )
 
 

@@ -21,6 +21,7 @@ from bloomery.launcher.command_line import (
     add_hot_list_option,
     add_memory_options,
     add_model_options,
+    add_plan_options,
     positive,
     program_parser,
     run_program,
@@ -81,7 +82,7 @@ def _add_machine_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "-b", "--batch-size", "--prompt-block", type=positive, metavar="N", help="rows of a step, at most"
     )
-    group.add_argument("--plan", help="where weights and work go: cpu or auto (default)")
+    add_plan_options(group)
     group.add_argument("-ctk", "--cache-type", "--cache-type-k", metavar="TYPE", help="f16 (default) or f32")
     group.add_argument("-ctv", "--cache-type-v", metavar="TYPE", help="must be that of --cache-type-k")
     group.add_argument("--executor", choices=("host", "reference"), help=argparse.SUPPRESS)
@@ -241,6 +242,7 @@ def daemon_of(args: argparse.Namespace) -> DaemonConfig:
         "cache_type": cache[args.cache_type],
         "executor": args.executor,
         "queue_limit": args.queue,
+        "card_memory": args.card_memory,
         "hot_list": args.hot_list or os.environ.get(HOT_LIST_VARIABLE) or None,
         "cache_ram": args.cache_ram,
         "engram_cache": args.engram_cache,

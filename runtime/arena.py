@@ -8,6 +8,7 @@ Four named segments in /dev/shm, created by the coordinator and attached by the 
 | segment     | regions                                                                    |
 |-------------|----------------------------------------------------------------------------|
 | control     | control block, step record, stage timings, words of the engram I/O process |
+|             | and of hand-offs with a card (`hand_off`)                                  |
 | activations | every Buffer of the program, logits included: one row after another; table |
 |             | rows that the engram I/O process brings (`engram_record`)                  |
 | scratch     | what the kernels asked for by name while the program was lowered           |
@@ -41,9 +42,12 @@ from numpy.typing import NDArray
 
 from bloomery.runtime.engram_record import engram_bytes, engram_tables
 from bloomery.runtime.errors import BloomeryError, PlanError
+from bloomery.runtime.hand_off import hand_off_bytes
 from bloomery.runtime.memory_limits import available_memory
+from bloomery.runtime.ops_hand_off import HandOffWait
 from bloomery.runtime.program import Buffer, CacheState, Program
 from bloomery.runtime.runtime_files import SHARED_MEMORY
+from bloomery.runtime.states import element_type
 from bloomery.runtime.step_record import control_bytes, record_bytes
 
 LAYOUT_VERSION = 1
@@ -61,7 +65,6 @@ _HEADER_BYTES = 4096
 _DTYPES: Mapping[str, np.dtype[Any]] = {
     "f32": np.dtype(np.float32),
     "i32": np.dtype(np.int32),
-    "f16": np.dtype(np.float16),
 }
 
 
@@ -79,6 +82,12 @@ class ArenaShape:
     max_out_rows: int
     processes: int
     cache_type: Literal["f32", "f16"]
+    cards: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """Processes that run a step together: CPU-expert workers 0, 1, ..., then the card's."""
+        return self.processes + self.cards
 
     @property
     def spare(self) -> int:
@@ -108,7 +117,8 @@ def aligned(count: int, alignment: int) -> int:
 
 class ArenaLayout:
     """Where everything is. `regions` maps names (`control`, `record`, `ticks`, `buffer:NAME`, `scratch:NAME`,
-    `state:NAME`, `engram`, `engram_rows:SITE`, `engram_places:SITE`) to regions, `segments` maps segments to bytes,
+    `state:NAME`, `engram`, `engram_rows:SITE`, `engram_places:SITE`,
+    `hand_off`) to regions, `segments` maps segments to bytes,
     `digest` is the hash of all of it."""
 
     def __init__(self, program: Program, shape: ArenaShape, lowered: Lowered) -> None:
@@ -117,7 +127,7 @@ class ArenaLayout:
         self.states: Mapping[str, CacheState] = program.states
         self.regions: dict[str, Region] = {}
         self.segments = dict.fromkeys(SEGMENTS, _HEADER_BYTES)
-        self._add("control", "control", control_bytes(shape.processes))
+        self._add("control", "control", control_bytes(shape.ranks))
         self._add("control", "record", record_bytes(shape.max_rows))
         self._add("control", "ticks", 8 * TICKS_PER_STAGE * lowered.stages * shape.processes)
         for buffer in program.buffers.values():
@@ -126,6 +136,8 @@ class ArenaLayout:
             self._add("scratch", f"scratch:{name}", nbytes)
         for state in program.states.values():
             self._add("cache", f"state:{state.name}", shape.slots * self.slot_stride(state.name))
+        if any(isinstance(op, HandOffWait) for op in program.ops):
+            self._add("control", "hand_off", hand_off_bytes(shape.processes))
         if program.engram:
             tables, places = engram_tables(program), shape.max_rows * program.engram.buckets
             self._add("control", "engram", engram_bytes(len(tables)))
@@ -154,8 +166,7 @@ class ArenaLayout:
         return self.states[name].rows(self.shape.context, self.shape.spare)
 
     def state_dtype(self, name: str) -> np.dtype[Any]:
-        kind = self.states[name].kind
-        return _DTYPES[self.shape.cache_type if kind == "cache" else kind]
+        return element_type(self.states[name], self.shape.cache_type)
 
     def state_stride(self, name: str) -> int:
         """Bytes from one row of a state to the next."""
@@ -223,6 +234,10 @@ class Arena:
         """Address of a region in this process."""
         where = self.layout.regions[region]
         return self._bases[where.segment] + where.offset
+
+    def segment_address(self, segment: str) -> int:
+        """Address of a whole segment in this process; its bytes are in the layout."""
+        return self._bases[segment]
 
     def memory(self, region: str) -> NDArray[np.uint8]:
         """The bytes of a region."""

@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from types import FrameType
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from bloomery.runtime.control import ControlSocket
 from bloomery.runtime.daemon_config import DaemonConfig
 from bloomery.runtime.daemon_state import DaemonState
-from bloomery.runtime.errors import BloomeryError, WorkerLost, system_hint
+from bloomery.runtime.errors import BloomeryError, PlanError, WorkerLost, system_hint
 from bloomery.runtime.facts import Limits, PlanFacts, Welcome
 from bloomery.runtime.parent_watch import end_with_parent
 from bloomery.runtime.protocol import VERSIONS
@@ -69,9 +70,9 @@ def run_daemon(
     Raises BloomeryError for whatever keeps it from serving.
     """
     from bloomery.runtime.drafts.start import draft_kind, draft_limits
-    from bloomery.runtime.placement import chosen_plan
+    from bloomery.runtime.placement import check_plan_name
 
-    chosen_plan(config.plan)
+    check_plan_name(config.plan)
     draft_kind(config)
     draft_limits(config)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -189,7 +190,7 @@ class Daemon:
         from bloomery.runtime.hot_list import check_hot_list, model_name, read_hot_list
         from bloomery.runtime.model_facts import model_facts
         from bloomery.runtime.model_file import ModelFile
-        from bloomery.runtime.placement import make_plan, memory_room
+        from bloomery.runtime.placement import machine_room, make_plan
         from bloomery.runtime.slot_files import SlotFiles
         from bloomery.runtime.tokenizer import Tokenizer
 
@@ -202,14 +203,14 @@ class Daemon:
             check_hot_list(hot, program)
             if hot.model != model_name(model):
                 log.info("%s was made with %s, the model is %s", hot.path, hot.model, model_name(model))
-        plan = make_plan(self._config, program, memory_room(), hot)
+        plan = make_plan(self._config, program, machine_room(self._config.plan, self._config.card_memory), hot)
         self._report("open", 1, 3)
         tokenizer = Tokenizer.from_model_file(model)
         self._report("open", 2, 3)
         template = ChatTemplate.from_model_file(model, tokenizer) if chat_template_text(model) else None
         self._report("open", 3, 3)
-        draft, draft_bytes = start_draft(self._config, model, plan, self._start_executor, self._stack)
-        executor = self._start_executor(self._config, program, plan)
+        draft, draft_bytes = start_draft(self._config, model, plan, self._start_on_host, self._stack)
+        plan, executor = self._start_executor(program, plan)
         self._stack.callback(executor.close)
         max_rows = min(executor.max_rows, executor.max_out_rows)
         engine = Engine(
@@ -238,7 +239,8 @@ class Daemon:
             "architecture": facts.architecture,
             "plan": plan.name,
             "plan_digest": plan.digest,
-            "executor": self._config.executor,
+            "executor": "card" if plan.card else self._config.executor,
+            "plan_note": plan.note,
             "processes": plan.processes,
             "ctx": plan.context,
             "slots": plan.slots,
@@ -251,7 +253,39 @@ class Daemon:
         self._service.serve(Served(engine, calls, welcome))
         self._state.state = "ready"
 
-    def _start_executor(self, config: DaemonConfig, program: Program, plan: Plan) -> StepExecutor:
+    def _start_executor(self, program: Program, plan: Plan) -> tuple[Plan, StepExecutor]:
+        """The plan's executor. With plan auto a card that turns out not to run this model gives way to the host."""
+        if plan.card is None:
+            if plan.note:
+                log.warning("running on the host: %s", plan.note)
+            return plan, self._start_on_host(self._config, program, plan)
+        try:
+            return plan, self._start_on_card(program, plan, plan.card.number)
+        except PlanError as error:
+            if self._config.plan != "auto":
+                raise
+            from bloomery.runtime.placement import make_plan, memory_room
+
+            room = replace(memory_room(), no_card=error.message)
+            return self._start_executor(program, make_plan(self._config, program, room))
+
+    def _start_on_card(self, program: Program, plan: Plan, card: int) -> StepExecutor:
+        from bloomery.runtime.card_pool import CardPool
+
+        return CardPool.start(
+            self._config.model,
+            program,
+            context=plan.context,
+            slots=plan.slots,
+            prompt_block=plan.prompt_block,
+            cache_type=self._config.cache_type,
+            card=card,
+            tiers=plan.tiers,
+            processes=plan.processes,
+            progress=self._report,
+        )
+
+    def _start_on_host(self, config: DaemonConfig, program: Program, plan: Plan) -> StepExecutor:
         if config.executor == "reference":
             from bloomery.runtime.placement import REFERENCE_WEIGHT_BYTES
             from bloomery.runtime.reference import ReferenceExecutor

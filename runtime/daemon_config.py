@@ -13,6 +13,7 @@ class DaemonConfig:
     `prompt_block` the greatest number of rows of a step; an empty endpoint means one in the runtime directory.
     `executor` "reference" runs the NumPy reference inside the coordinator instead of worker processes.
     Of n-gram table rows `engram_cache` MiB are kept in memory; with `engram_direct` they are read past the page cache.
+    Plans with a card use at most `card_memory` bytes of it (0: what is free).
     `hot_list` is a file that ranks the experts of each layer for plans that place them ("": none).
     Slots are saved to files in `slot_folder` ("": not at all). Of conversations that lost their slot, states of up to
     `cache_ram` MiB are kept in memory (0: none, -1: whatever the plan leaves free).
@@ -48,3 +49,4 @@ class DaemonConfig:
     draft_fixed: bool = False
     draft_rates: tuple[float, ...] = ()
     draft_length: float = 0.0
+    card_memory: int = 0

@@ -14,8 +14,6 @@ from bloomery.runtime.errors import RequestError
 from bloomery.runtime.worker_group import WorkerGroup
 from bloomery.runtime.worker_messages import EngramOptions, EngramStart, WorkerStart
 
-MODULE = "bloomery.engram_io"
-
 
 class EngramProcess:
     """One process. `attach` before the first step. One thread at a time, but for `statistics`."""
@@ -23,9 +21,7 @@ class EngramProcess:
     def __init__(self, name: str, like: WorkerStart, options: EngramOptions, quiet_seconds: float) -> None:
         """`like`: the start of a worker of the same pool."""
         fields = {**vars(like), "rank": 0, "cpu": -1, **asdict(options)}
-        self._group = WorkerGroup(
-            name, [EngramStart(**fields)], quiet_seconds, module=MODULE, title="engram I/O process"
-        )
+        self._group = WorkerGroup(name, [EngramStart(**fields)], quiet_seconds)
         self._words: EngramWords | None = None
         self.restarts = 0
 

@@ -107,3 +107,19 @@ class StepExecutor(Protocol):
         """Counters for status and metrics (worker pids, restarts, step times); callable from any thread."""
 
     def close(self) -> None: ...
+
+
+def check_rows(rows: StepRows, executor: StepExecutor, vocabulary: int) -> None:
+    """ValueError for rows that the executor does not serve. They come from this process, but a wrong one would
+    overwrite another sequence's cache without a trace."""
+    if len(rows.tokens) > executor.max_rows or len(rows.out_rows) > executor.max_out_rows:
+        raise ValueError(f"{len(rows.tokens)} rows, {len(rows.out_rows)} wanted: more than the executor serves")
+    limits = (
+        ("token", rows.tokens, vocabulary),
+        ("slot", rows.slots, executor.slots),
+        ("position", rows.positions, executor.context),
+        ("wanted row", rows.out_rows, len(rows.tokens)),
+    )
+    for what, values, limit in limits:
+        if len(values) and not (values.min() >= 0 and values.max() < limit):
+            raise ValueError(f"{what} outside 0..{limit - 1}: {values}")

@@ -7,6 +7,7 @@ import errno
 import os
 
 _WAIT = 0
+_WAKE = 1
 _SYS_FUTEX = 202  # x86-64
 
 
@@ -43,3 +44,8 @@ class FutexWaiter:
         number = ctypes.get_errno()
         if number not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):
             raise OSError(number, f"futex wait: {os.strerror(number)}")
+
+
+def futex_wake(address: int) -> None:
+    """Wakes who waits on the word."""
+    _syscall(_SYS_FUTEX, address, _WAKE, 1, None, None, 0)

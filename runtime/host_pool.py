@@ -1,18 +1,14 @@
 """The host executor as the coordinator sees it: a pool of worker processes that run whole programs on the CPU.
 
-Owns the coordinator's half of a step (write the record, raise the step number, wait, watch for deaths), aborting,
-and recovery. Processes are `worker_group`'s, memory `arena`'s, the words both sides share `step_record`'s; of kernels
-it knows nothing.
+Owns starting such a pool and what its steps mean: states, logits, snapshots. Steps are run by `step_runner`, processes
+are `worker_group`'s, memory is `arena`'s; of kernels it knows nothing.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import itertools
 import os
-import threading
-import time
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -23,28 +19,21 @@ from bloomery.runtime import router_choices, runtime_files
 from bloomery.runtime.arena import TICKS_PER_STAGE, Arena, ArenaLayout, ArenaShape, Lowered
 from bloomery.runtime.cpu_limits import affinity_mask, cpu_quota
 from bloomery.runtime.engram_process import EngramProcess
-from bloomery.runtime.errors import ModelFileError, PlanError, StepAborted, WorkerLost
-from bloomery.runtime.executor import StateSnapshot, StepResult, StepRows
-from bloomery.runtime.futex import FutexWaiter
+from bloomery.runtime.errors import WorkerLost
+from bloomery.runtime.executor import StateSnapshot, StepResult, StepRows, check_rows
+from bloomery.runtime.memory_terms import LOGITS_BYTES
 from bloomery.runtime.program import Program
 from bloomery.runtime.slot_states import SlotStates
-from bloomery.runtime.step_record import ControlBlock, Status, StepRecord
-from bloomery.runtime.step_watch import StallWatch, StopWatch
+from bloomery.runtime.step_runner import StepRunner
 from bloomery.runtime.topology import Topology, default_processes
 from bloomery.runtime.worker_group import Progress, WorkerGroup
 from bloomery.runtime.worker_messages import EngramOptions, WorkerStart, lowered_of
 
 MODEL_WORKLOAD = "bloomery.cpu_experts.model_workload:load"
-LOGITS_BYTES = 64 << 20
-"""Bound of the logits buffer, unless every slot must have a row."""
-
-_WATCH_SECONDS = 0.05
 _STALL_SECONDS = 60.0
 _QUIET_SECONDS = 300.0
-_STOPPED = "; it is stopped (by SIGSTOP, or Ctrl-Z on its terminal)"
-_CLOSE_SECONDS = 2.0
 _BARRIER_SPINS = 512
-_IDLE_SPIN_NS = 2_000_000
+IDLE_SPIN_NS = 2_000_000
 _CROWDED_IDLE_NS = 200_000  # yielding all the while
 
 _pool_numbers = itertools.count()
@@ -53,6 +42,22 @@ _pool_numbers = itertools.count()
 def deadline_scale() -> float:
     """BLOOMERY_DEADLINE_SCALE: factor on every deadline in wall time, for slow machines and for debuggers."""
     return float(os.environ.get("BLOOMERY_DEADLINE_SCALE", "1"))
+
+
+def stall_seconds() -> float:
+    """How long a step may go on without any progress before the worker at fault is killed."""
+    return _STALL_SECONDS * deadline_scale()
+
+
+def hand_off_ns() -> int:
+    """How long card and host wait for each other inside a step: less than what the pool takes for a stall, so that the
+    side which waits can still say for whom."""
+    return int(0.5e9 * stall_seconds())
+
+
+def quiet_seconds() -> float:
+    """How long a worker that starts may be silent before it counts as hung."""
+    return _QUIET_SECONDS * deadline_scale()
 
 
 class HostPool:
@@ -81,24 +86,14 @@ class HostPool:
         self._states = SlotStates(
             program.states, states, slots=self._shape.slots, context=self._shape.context, spare=self._shape.spare
         )
-        self._ranks = range(self._shape.processes)
-        self._record = StepRecord(arena.memory("record"), self._shape.max_rows)
-        self._control = ControlBlock(arena.memory("control"), self._shape.processes)
-        self._waiter = FutexWaiter(self._control.bell_address, _WATCH_SECONDS)
+        every = [labels] * self._shape.processes
+        self._runner = StepRunner(group, arena, every, stall_seconds(), engram)
         self._logits = arena.buffer(program.logits)
         self._greedy = arena.buffer(program.argmax)[:, 0]
         view = program.hidden
         self._hidden = None if view is None else arena.buffer(view.buffer)[:, view.start : view.end]
         self._inputs = {name: arena.buffer(name) for name in program.inputs}
         self._reports = {name: (arena.buffer(name), program.buffers[name].rows) for name in program.reports}
-        self._fence = threading.Lock()
-        self._turn = threading.Lock()
-        self._closed = False
-        self._lost = ""
-        self._running = 0
-        self._stall_seconds = _STALL_SECONDS * deadline_scale()
-        self._counts: dict[str, Any] = dict.fromkeys(("steps", "rows", "aborted", "restarts"), 0)
-        self._seconds_last = self._seconds_total = 0.0
         atexit.register(self.close)
 
     @classmethod
@@ -136,8 +131,8 @@ class HostPool:
         max_out_rows = min(max_rows, max(slots, LOGITS_BYTES // (4 * program.vocabulary), 1))
         shape = ArenaShape(context, slots, max_rows, max_out_rows, processes, cache_type)
         name = f"pool{next(_pool_numbers)}"
-        starts = _worker_starts(model_path, taps, target, shape, time_stages, workload, keep_choices)
-        quiet = _QUIET_SECONDS * deadline_scale()
+        starts = worker_starts(model_path, shape, time_stages, workload, taps, target, keep_choices=keep_choices)
+        quiet = quiet_seconds()
         group = WorkerGroup(name, starts, quiet)
         arena: Arena | None = None
         engram_process: EngramProcess | None = None
@@ -150,7 +145,7 @@ class HostPool:
                 if lowered_of(hello) != lowered:
                     raise WorkerLost(f"{group.describe(rank)} lowers the program differently from worker 0")
             arena = Arena.create(f"{runtime_files.owner_name()}-{name}", ArenaLayout(program, shape, lowered))
-            group.compile(hellos[0]["kernels"], progress)
+            group.compile(range(processes), hellos[0]["kernels"], progress)
             if program.engram and engram_process:
                 engram_process.attach(arena, lowered, len(program.engram.sites))
             group.attach(range(processes), arena, lowered, progress)
@@ -164,7 +159,7 @@ class HostPool:
                 arena.close()
             raise
         try:
-            pool._drill()
+            pool._runner.drill()
         except BaseException:
             pool.close()
             raise
@@ -189,40 +184,32 @@ class HostPool:
     def step(self, rows: StepRows) -> StepResult:
         """See StepExecutor. ValueError for rows that do not fit the pool (they would write outside their slot) and for
         a slot that cannot go on there."""
-        begun = time.perf_counter()
-        try:
+
+        def begin() -> None:
+            self._states.reach.begin(rows)
+            for name, buffer in self._inputs.items():
+                buffer[: len(rows.tokens)] = rows.inputs[name]
+
+        with self._runner.announced():
             self._check(rows)
-            with self._turn:
-                if not self._lost and self._any_dead():
-                    self._lose([], "between steps")
-                self._refuse_if_lost()
-                self._states.reach.begin(rows)
-                self._record.write(rows)
-                for name, buffer in self._inputs.items():
-                    buffer[: len(rows.tokens)] = rows.inputs[name]
-                self._run()
-                if self._engram:
-                    self._engram.check(self._control.step)
-        finally:
-            self._running = 0  # also if the announced step has not come so far
-        seconds = time.perf_counter() - begun
-        self._counts["steps"] += 1
-        self._counts["rows"] += len(rows.tokens)
-        self._seconds_last = seconds
-        self._seconds_total += seconds
+            seconds = self._runner.step(rows, begin)
         wanted = len(rows.out_rows)
         hidden = None if self._hidden is None else self._hidden[:wanted]
         counts = {"step": len(rows.tokens), "out": wanted}
         reports = {name: buffer[: counts[kind]] for name, (buffer, kind) in self._reports.items()}
         return StepResult(self._logits[:wanted], self._greedy[:wanted], seconds, hidden, reports)
 
+    def _check(self, rows: StepRows) -> None:
+        check_rows(rows, self, self._vocabulary)
+        for name, buffer in self._inputs.items():
+            if name not in rows.inputs or rows.inputs[name].shape != (len(rows.tokens), buffer.shape[1]):
+                raise ValueError(f"input {name} is not {len(rows.tokens)} rows of {buffer.shape[1]}")
+
     def announce(self) -> None:
-        self._running = self._control.step + 1
+        self._runner.announce()
 
     def abort(self) -> None:
-        running = self._running
-        if running:
-            self._control.abort(running)
+        self._runner.abort()
 
     def copy_prefix(self, source: int, target: int, positions: int) -> None:
         self._check_slots(source, target)
@@ -250,38 +237,18 @@ class HostPool:
                 raise ValueError(f"there is no slot {slot}, only 0 to {self.slots - 1}")
 
     def recover(self) -> None:
-        with self._turn:
-            step = self._control.step
-            self._control.poison(step)
-            deadline = time.monotonic() + self._stall_seconds
-            for rank in self._ranks:
-                self._await_leaving(rank, step, deadline)
-            try:
-                replaced = self._group.replace_dead(self._arena, self._lowered)
-                if self._engram:
-                    self._engram.replace_dead(self._arena, self._lowered)
-            except (ModelFileError, PlanError) as error:
-                raise WorkerLost(f"a worker could not be replaced: {error.message}", error.hint) from error
-            self._counts["restarts"] += len(replaced)
-            self._lost = ""
-            self._drill()
+        self._runner.recover(self._replace_dead)
+
+    def _replace_dead(self) -> int:
+        replaced = self._group.replace_dead(self._arena, self._lowered)
+        if self._engram:
+            self._engram.replace_dead(self._arena, self._lowered)
+        return len(replaced)
 
     def statistics(self) -> dict[str, Any]:
-        steps = self._counts["steps"]
-        statistics = {
-            "executor": "host",
-            "processes": self._shape.processes,
-            "pids": self._group.pids,
-            **self._counts,
-            "step_seconds_last": self._seconds_last,
-            "step_seconds_mean": self._seconds_total / steps if steps else 0.0,
-            "arena_bytes": sum(self._arena.layout.segments.values()),
-            "lost": self._lost,
-        }
+        statistics = {"executor": "host", "processes": self._shape.processes, **self._runner.statistics()}
         if self._engram:
             statistics["engram"] = self._engram.statistics()
-        if not self._closed:
-            statistics["sleeping"] = [self._control.sleeping(rank) for rank in self._ranks]
         return statistics
 
     def choices(self, rows: int) -> dict[int, NDArray[np.int32]]:
@@ -308,169 +275,19 @@ class HostPool:
         return sums
 
     def close(self) -> None:
-        self.abort()
-        with self._turn:
-            if self._closed:
-                return
-            self._closed, self._lost = True, "the pool is closed"
+        if self._runner.close():
             atexit.unregister(self.close)
-            self._control.stop()
-            self._pass_fence()
-            for rank in self._ranks:
-                self._group.ring(rank)
-            if self._engram:
-                self._engram.ring(unless_awake=False)
-            self._group.end(_CLOSE_SECONDS)
-            if self._engram:
-                self._engram.end(_CLOSE_SECONDS)
-            self._arena.unlink()
-            self._arena.close()
-
-    def _check(self, rows: StepRows) -> None:
-        """Rows come from this process, but a wrong one would overwrite another sequence's cache without a trace."""
-        if len(rows.tokens) > self.max_rows or len(rows.out_rows) > self.max_out_rows:
-            raise ValueError(f"{len(rows.tokens)} rows, {len(rows.out_rows)} wanted: more than the pool serves")
-        limits = (
-            ("token", rows.tokens, self._vocabulary),
-            ("slot", rows.slots, self.slots),
-            ("position", rows.positions, self.context),
-            ("wanted row", rows.out_rows, len(rows.tokens)),
-        )
-        for what, values, limit in limits:
-            if len(values) and not (values.min() >= 0 and values.max() < limit):
-                raise ValueError(f"{what} outside 0..{limit - 1}: {values}")
-        for name, buffer in self._inputs.items():
-            if name not in rows.inputs or rows.inputs[name].shape != (len(rows.tokens), buffer.shape[1]):
-                raise ValueError(f"input {name} is not {len(rows.tokens)} rows of {buffer.shape[1]}")
-
-    def _refuse_if_lost(self) -> None:
-        if self._lost:
-            raise WorkerLost(self._lost, "the pool replaces its workers; send the request again")
-
-    def _drill(self) -> None:
-        """A step without rows: proves that all ranks wake up, meet at their barriers and report. An abort that was
-        meant for the step before it only makes another one necessary."""
-        while True:
-            self._record.write_drill()
-            with contextlib.suppress(StepAborted):
-                return self._run()
-
-    def _run(self) -> None:
-        """Runs the step that the record describes; returns when every rank has completed it."""
-        step = self._control.step + 1
-        self._running = step
-        try:
-            self._control.step = step
-            self._pass_fence()
-            if self._engram:
-                self._engram.ring()
-            for rank in self._ranks:
-                if self._control.sleeping(rank):
-                    self._group.ring(rank)
-            self._await_end(step)
-        except WorkerLost:
-            raise
-        except BaseException:  # an interrupt: the record may not be written again before the workers are done with it
-            self._control.abort(step)
-            self._await_end(step)
-            raise
-        finally:
-            self._running = 0
-        statuses = [self._control.status(rank) for rank in self._ranks]
-        if Status.TIMED_OUT in statuses:
-            rank = statuses.index(Status.TIMED_OUT)
-            self._lost = f"{self._group.describe(rank)} waited too long for worker {self._control.detail(rank)}"
-            self._refuse_if_lost()
-        if Status.ABORTED in statuses:
-            self._counts["aborted"] += 1
-            raise StepAborted(f"step {step} was aborted")
-
-    def _pass_fence(self) -> None:
-        """A full fence between the store of a word and the loads after it (step_record): taking a lock is one."""
-        with self._fence:
-            pass
-
-    def _await_end(self, step: int) -> None:
-        watch, stops = StallWatch(self._stall_seconds), StopWatch(self._any_stopped)
-        while (bell := self._control.bell) != step:
-            self._waiter.wait(bell)
-            if self._control.bell == step or self._finished(step):
-                return
-            if self._any_dead():
-                self._lose([], f"in step {step}")
-            elif stops.found():
-                self._lose(self._group.stopped(), f"in step {step}", engram=self._engram_stopped, seconds=stops.seconds)
-            elif watch.stalled(sum(self._control.progress(rank)[1] for rank in self._ranks)):
-                waits = self._engram is not None and self._engram.lags(step)  # then the ranks wait for its rows
-                self._lose([] if waits else self._laggards(step), f"in step {step}", engram=waits)
-            self._refuse_if_lost()
-
-    def _finished(self, step: int) -> bool:
-        return all(self._control.done(rank) == step for rank in self._ranks)
-
-    def _laggards(self, step: int) -> list[int]:
-        """The ranks for which the others wait: those that have come least far."""
-        reached = {rank: (self._control.done(rank) == step, *self._control.progress(rank)) for rank in self._ranks}
-        least = min(reached.values())
-        return [rank for rank in self._ranks if reached[rank] == least]
-
-    def _any_dead(self) -> bool:
-        return self._group.any_dead() or (self._engram is not None and self._engram.dead)
-
-    @property
-    def _engram_stopped(self) -> bool:
-        return self._engram is not None and self._engram.stopped
-
-    def _any_stopped(self) -> bool:
-        """Whether a signal has stopped a process that the step may have to wait for: nothing will happen until another
-        one makes it go on."""
-        return self._engram_stopped or bool(self._group.stopped())
-
-    def _lose(self, hung: list[int], when: str, *, engram: bool = False, seconds: float | None = None) -> None:
-        """Lets the survivors leave the running step, kills what hangs (ranks, or the engram I/O process), and words
-        what happened."""
-        self._control.poison(self._control.step)
-        reasons = []
-        seconds = self._stall_seconds if seconds is None else seconds
-        if self._engram and engram:
-            stopped = _STOPPED if self._engram.stopped else ""
-            self._engram.kill()
-            reasons.append(f"{self._engram.describe()} brought no rows for {seconds:.3g} s{stopped}")
-        elif self._engram and self._engram.dead:
-            reasons.append(self._engram.describe_exit())
-        for rank in hung:
-            where = self._where(rank) + (_STOPPED if rank in self._group.stopped() else "")
-            self._group.kill(rank)
-            reasons.append(f"{self._group.describe(rank)} made no progress for {seconds:.3g} s{where}")
-        for rank in self._group.dead():
-            if rank not in hung:
-                reasons.append(self._group.describe_exit(rank, self._where(rank)))
-        self._lost = f"{'; '.join(reasons)} ({when})"
-
-    def _where(self, rank: int) -> str:
-        """At which op a rank is, if it is inside a step."""
-        if self._control.done(rank) == self._control.step:
-            return ""
-        step, stage = self._control.progress(rank)
-        stage = stage if step == self._control.step else 0
-        return f" at {self._labels[stage]}" if stage < len(self._labels) else ""
-
-    def _await_leaving(self, rank: int, step: int, deadline: float) -> None:
-        """Waits until a survivor is out of the step, else kills it: nobody may still write when a new step starts."""
-        while rank not in self._group.dead() and self._control.done(rank) != step:
-            if time.monotonic() > deadline:
-                self._group.kill(rank)
-            time.sleep(0.001)
 
 
-def _worker_starts(
+def worker_starts(
     model_path: str,
-    taps: tuple[int, ...],
-    target: str,
     shape: ArenaShape,
     time_stages: bool,
     workload: str,
-    keep_choices: bool,
+    taps: tuple[int, ...] = (),
+    target: str = "",
+    keep_choices: bool = False,
+    hand_offs: tuple[int, ...] = (),
 ) -> list[WorkerStart]:
     """One start for each rank, pinned in the topology's order. More ranks than cores share them and yield to wait."""
     order = Topology.read().within(affinity_mask()).pin_order()
@@ -484,16 +301,18 @@ def _worker_starts(
             owner=runtime_files.owner_name(),
             parent=os.getpid(),
             model=model_path,
-            taps=taps,
-            target=target,
             shape=shape,
             cpu=order[rank % len(order)],
             spins=0 if oversubscribed else _BARRIER_SPINS,
-            idle_ns=_CROWDED_IDLE_NS if oversubscribed else _IDLE_SPIN_NS,
-            deadline_ns=int(2e9 * _STALL_SECONDS * deadline_scale()),
+            idle_ns=_CROWDED_IDLE_NS if oversubscribed else IDLE_SPIN_NS,
+            deadline_ns=int(2e9 * stall_seconds()),
             time_stages=time_stages,
             workload=workload,
             keep_choices=keep_choices,
+            taps=taps,
+            target=target,
+            hand_offs=hand_offs,
+            hand_off_ns=hand_off_ns(),
         )
         for rank in range(shape.processes)
     ]

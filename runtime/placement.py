@@ -1,7 +1,7 @@
 """Plans: where every weight lives and which executor runs every op, and whether that fits before anything is loaded.
 
-Owns the plan names, the memory terms in bytes, the choice of a context that fits, and the plan's digest. It starts
-nothing and knows no kernels.
+Owns the plan names, the choice of a context and of expert tiers that fit, refusals, and the plan's digest. The terms in
+bytes are `memory_terms`'s. It starts nothing and knows no kernels.
 """
 
 from __future__ import annotations
@@ -10,65 +10,73 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
 
-from bloomery.runtime.arena import ArenaLayout, ArenaShape, Lowered
+from bloomery.runtime.card_probe import CardRoom, may_have_card, probe_cards
 from bloomery.runtime.daemon_config import DaemonConfig
-from bloomery.runtime.engram_record import engram_tables
 from bloomery.runtime.errors import PlanError
-from bloomery.runtime.host_pool import LOGITS_BYTES
+from bloomery.runtime.expert_tiers import ExpertTiers
 from bloomery.runtime.hot_list import HotList
 from bloomery.runtime.memory_limits import available_memory
+from bloomery.runtime.memory_terms import REFERENCE_WEIGHT_BYTES as REFERENCE_WEIGHT_BYTES
+from bloomery.runtime.memory_terms import MemoryTerm, card_cache_bytes, card_plan_terms, host_plan_terms
 from bloomery.runtime.program import Program
-from bloomery.runtime.row_cache import cache_room
 from bloomery.runtime.runtime_files import SHARED_MEMORY
 from bloomery.runtime.topology import default_processes
 
 log = logging.getLogger(__name__)
 
-CARD_PLANS = {
-    "a": "every layer on one card, the experts that do not fit on the host",
+PLANS = ("auto", "cpu", "a", "b", "bp")
+LATER_PLANS = {
     "b": "layers split over several cards",
     "bp": "plan a, with the other cards as tiers of experts",
 }
 LEAST_CONTEXT = 256
 AUTO_CONTEXT_SHARE = 0.5
 """Of the memory that is left, what caches of a context that nobody asked for may take."""
-PROCESS_BYTES = 160 << 20
-"""An interpreter with NumPy and the compiled kernels."""
-REFERENCE_WEIGHT_BYTES = 2 << 30
-"""Bound of the dequantised weights that the reference executor keeps."""
+TIERED_CONTEXT_SHARE = 0.125
+"""The same of a card's memory that experts compete for."""
+_KEPT_CORES = 2
+"""For the coordinator and the card's worker, where there are enough."""
 
 
 @dataclass(frozen=True)
 class MemoryRoom:
-    """Bytes that are free: of the machine and its control groups (`memory`), and in /dev/shm (`shared`), which counts
-    as memory, too."""
+    """Bytes that are free: of the machine and its control groups (`memory`), in /dev/shm (`shared`), which counts as
+    memory, too, and on the cards. `no_card` says why there are none, where somebody asked."""
 
     memory: int
     shared: int
+    cards: tuple[CardRoom, ...] = ()
+    no_card: str = ""
 
 
 def memory_room() -> MemoryRoom:
-    """What is free now."""
+    """What is free now on the host."""
     shared = os.statvfs(SHARED_MEMORY)
     return MemoryRoom(available_memory(), shared.f_bavail * shared.f_frsize)
 
 
-@dataclass(frozen=True)
-class MemoryTerm:
-    """`place`: "mapped" is page cache of the model file, "shared" lies in /dev/shm, "private" in processes."""
-
-    name: str
-    nbytes: int
-    place: Literal["mapped", "shared", "private"]
+def machine_room(plan: str, card_memory: int = 0) -> MemoryRoom:
+    """What is free now for this plan; cards are asked for only if it may use one, as if they had `card_memory` bytes at
+    most. PlanError if the plan needs a card and there is none."""
+    room = memory_room()
+    if plan == "cpu" or (plan == "auto" and not may_have_card()):
+        return replace(room, no_card="" if plan == "cpu" else "no NVIDIA driver is loaded")
+    try:
+        cards = probe_cards()
+    except PlanError as error:
+        if plan != "auto":
+            raise
+        return replace(room, no_card=error.message)
+    return replace(room, cards=tuple(card.limited(card_memory) for card in cards))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What runs where and what it takes. `processes` is 0 for the reference executor."""
+    """What runs where and what it takes. `processes` is 0 for the reference executor and where no expert lies on the
+    host. With a card: its number, and the tiers of experts. `note` says why plan auto is not the one with a card."""
 
     name: str
     digest: str
@@ -77,108 +85,119 @@ class Plan:
     prompt_block: int
     processes: int
     terms: tuple[MemoryTerm, ...]
+    card: CardRoom | None = None
+    tiers: ExpertTiers | None = None
+    note: str = ""
 
     def total(self, *places: str) -> int:
-        """Bytes of the terms in some places; all of them without arguments."""
-        return sum(term.nbytes for term in self.terms if not places or term.place in places)
+        """Bytes of the terms in some places; of all that take memory without arguments."""
+        return sum(term.nbytes for term in self.terms if (term.place in places if places else term.place != "disk"))
 
     def term(self, name: str) -> int:
         """Bytes of the term of that name, 0 if there is none."""
         return sum(term.nbytes for term in self.terms if term.name == name)
 
 
-def chosen_plan(name: str) -> str:
-    """The plan behind a name: "cpu" for "cpu" and "auto". Raises PlanError for the others before any file is opened."""
-    if name in ("cpu", "auto"):
-        return "cpu"
-    if name in CARD_PLANS:
-        raise PlanError(
-            f"plan {name} ({CARD_PLANS[name]}) is not available in this build: the card executor"
-            " (bloomery.gpu_worker) is missing",
-            "use --plan cpu or leave --plan out",
-        )
-    raise PlanError(f"there is no plan {name!r}", f"plans are auto, cpu, {', '.join(CARD_PLANS)}")
+def check_plan_name(name: str) -> None:
+    """PlanError for a name that no plan has, or one that is not built yet, before any file is opened."""
+    if name in LATER_PLANS:
+        raise PlanError(f"plan {name} ({LATER_PLANS[name]}) is not built yet", "use --plan a, or leave --plan out")
+    if name not in PLANS:
+        raise PlanError(f"there is no plan {name!r}", f"plans are {', '.join(PLANS)}")
 
 
 def make_plan(config: DaemonConfig, program: Program, room: MemoryRoom, hot: HotList | None = None) -> Plan:
     """The plan of a program for the free memory; `hot` ranks the experts, where some are placed before others.
     PlanError names the term that does not fit, and by how much."""
-    name = chosen_plan(config.plan)
-    if hot is not None and name == "cpu":
-        log.info("plan cpu places no experts: %s changes nothing", hot.path)
+    check_plan_name(config.plan)
     if config.slots < 1 or config.prompt_block < 1 or config.context < 0:
         raise PlanError(
             f"slots {config.slots}, prompt block {config.prompt_block} and context {config.context} make no plan",
             "slots and prompt block are at least 1, context is at least 0 (0: chosen)",
         )
+    if config.plan == "a":
+        return _card_plan(config, program, room, hot)
+    if config.plan == "cpu" or config.executor == "reference":
+        return _host_plan(config, program, room, hot, "")
+    if not room.cards:
+        return _host_plan(config, program, room, hot, room.no_card)
+    try:
+        return _card_plan(config, program, room, hot)
+    except PlanError as error:
+        return _host_plan(config, program, room, hot, error.message)
+
+
+def _host_plan(config: DaemonConfig, program: Program, room: MemoryRoom, hot: HotList | None, note: str) -> Plan:
+    if hot is not None:
+        log.info("plan cpu places no experts: %s changes nothing", hot.path)
     processes = 0 if config.executor == "reference" else config.processes or default_processes()
-    wanted = config.context or _fitting_context(config, program, processes, room)
-    plan = Plan(
-        name=name,
-        digest=_digest(name, config, program),
-        context=wanted,
-        slots=config.slots,
-        prompt_block=config.prompt_block,
-        processes=processes,
-        terms=_terms(config, program, processes, wanted),
-    )
-    _refuse_what_does_not_fit(plan, room)
-    return replace(plan, terms=(*plan.terms, MemoryTerm("snapshots", _snapshot_limit(config, plan, room), "private")))
 
-
-def _terms(config: DaemonConfig, program: Program, processes: int, context: int) -> tuple[MemoryTerm, ...]:
-    max_rows = max(config.prompt_block, config.slots)
-    max_out_rows = min(max_rows, max(config.slots, LOGITS_BYTES // (4 * program.vocabulary), 1))
-    shape = ArenaShape(context, config.slots, max_rows, max_out_rows, max(1, processes), config.cache_type)
-    layout = ArenaLayout(program, shape, Lowered((), 0))
-    logits = layout.regions[f"buffer:{program.logits}"].nbytes
-    place: Literal["shared", "private"] = "shared" if processes else "private"
-    tables = {table.weight for table in engram_tables(program)}
-    weights = [tensor for name, tensor in program.weights.items() if name not in tables]
-    terms = [MemoryTerm("weights", sum(tensor.nbytes for tensor in weights), "mapped")]
-    brings = bool(tables and processes)  # a process of its own, for tables that may be larger than memory
-    terms.append(MemoryTerm("processes", PROCESS_BYTES * (1 + processes + brings), "private"))
-    if brings:
-        room = cache_room(sum(program.weights[name].nbytes for name in tables), config.engram_cache << 20)
-        terms.append(MemoryTerm("row cache", room, "private"))
-    if not processes:
-        elements = sum(4 * _elements(tensor.shape) for tensor in weights)
-        terms.append(MemoryTerm("dequantised weights", min(elements, REFERENCE_WEIGHT_BYTES), "private"))
-    terms += [  # what a person can ask less of comes last, and is therefore what a refusal names
-        MemoryTerm("activations", layout.segments["activations"] - logits, place),
-        MemoryTerm("logits", logits, place),
-        MemoryTerm("cache", layout.segments["cache"], place),
-    ]
-    return tuple(terms)
-
-
-def _elements(shape: Iterable[int]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count
-
-
-def _snapshot_limit(config: DaemonConfig, plan: Plan, room: MemoryRoom) -> int:
-    """What was asked for, cut to what the plan leaves free: it is filled only as conversations come."""
-    left = max(0, room.memory - plan.total())
-    return left if config.cache_ram < 0 else min(config.cache_ram << 20, left)
-
-
-def _fitting_context(config: DaemonConfig, program: Program, processes: int, room: MemoryRoom) -> int:
-    """What the file was trained for, or the greatest context whose caches leave a share of the memory free."""
-    trained = program.context_length
+    def terms(context: int) -> tuple[MemoryTerm, ...]:
+        return host_plan_terms(config, program, processes, context)
 
     def fits(context: int) -> bool:
-        terms = _terms(config, program, processes, context)
-        cache = sum(term.nbytes for term in terms if term.name == "cache")
-        others = sum(term.nbytes for term in terms if term.name != "cache")
-        others_shared = sum(term.nbytes for term in terms if term.name != "cache" and term.place == "shared")
+        cache, others, shared = _split(terms(context))
         left = room.memory - others
         if processes:
-            left = min(left, room.shared - others_shared)
+            left = min(left, room.shared - shared)
         return cache <= AUTO_CONTEXT_SHARE * left
 
+    context = config.context or _greatest_context(program.context_length, fits)
+    digest = _digest("cpu", config, program, "")
+    plan = Plan("cpu", digest, context, config.slots, config.prompt_block, processes, terms(context), note=note)
+    _refuse_what_does_not_fit(plan, room)
+    return _with_snapshots(config, plan, room)
+
+
+def _card_plan(config: DaemonConfig, program: Program, room: MemoryRoom, hot: HotList | None) -> Plan:
+    """Everything on the card with the most free memory, experts by the hot list until it is full."""
+    if config.executor == "reference":
+        raise PlanError("the reference executor runs on the host", "use --plan cpu with --executor reference")
+    if not room.cards:
+        raise PlanError("plan a needs a card, and there is none", "run with --plan cpu")
+    card = max(room.cards, key=lambda card: (card.free, -card.number))
+    some = config.processes or max(1, default_processes() - _KEPT_CORES)
+    whole = ExpertTiers.everything(program)
+    none = replace(whole, on_card=dict.fromkeys(whole.on_card, ()))
+
+    def left(context: int, tiers: ExpertTiers) -> int:
+        """Bytes of the card that are left for experts; with some on the host steps are short and take less."""
+        terms = card_plan_terms(config, program, 0, context, tiers)
+        return card.free - sum(term.nbytes for term in terms if term.place == "card" and term.name != "card experts")
+
+    def fits(context: int) -> bool:
+        cache = card_cache_bytes(config, program, context)
+        beside = left(context, whole) + cache - whole.card_bytes
+        return cache <= max(AUTO_CONTEXT_SHARE * beside, TIERED_CONTEXT_SHARE * (left(context, none) + cache))
+
+    context = config.context or _greatest_context(program.context_length, fits)
+    tiers = whole
+    if whole.layers and whole.card_bytes > left(context, whole):
+        tiers = ExpertTiers.chosen(program, min(left(context, none), whole.card_bytes - 1), hot)
+    processes = some if tiers.host_layers else 0
+    terms = card_plan_terms(config, program, processes, context, tiers)
+    digest = _digest("a", config, program, tiers.text())
+    plan = Plan("a", digest, context, config.slots, config.prompt_block, processes, terms, card, tiers)
+    _refuse_what_does_not_fit(plan, room)
+    return _with_snapshots(config, plan, room)
+
+
+def _with_snapshots(config: DaemonConfig, plan: Plan, room: MemoryRoom) -> Plan:
+    """Memory for snapshots: what was asked for, cut to what the plan leaves free. It fills as conversations come."""
+    left = max(0, room.memory - plan.total("mapped", "shared", "private"))
+    nbytes = left if config.cache_ram < 0 else min(config.cache_ram << 20, left)
+    return replace(plan, terms=(*plan.terms, MemoryTerm("snapshots", nbytes, "private")))
+
+
+def _split(terms: tuple[MemoryTerm, ...]) -> tuple[int, int, int]:
+    """(bytes of caches, of everything else that takes memory, of everything else in /dev/shm)."""
+    cache = sum(term.nbytes for term in terms if term.name == "KV cache")
+    others = [term for term in terms if term.name != "KV cache" and term.place != "disk"]
+    return cache, sum(term.nbytes for term in others), sum(term.nbytes for term in others if term.place == "shared")
+
+
+def _greatest_context(trained: int, fits: Callable[[int], bool]) -> int:
+    """What the file was trained for, or the greatest context that fits."""
     if fits(trained):
         return trained
     least, too_much = 0, trained
@@ -190,43 +209,52 @@ def _fitting_context(config: DaemonConfig, program: Program, processes: int, roo
 
 def _refuse_what_does_not_fit(plan: Plan, room: MemoryRoom) -> None:
     """Adds the terms up in order; the first that no longer fits is named."""
-    used = shared = 0
+    used = shared = on_card = 0
     for term in plan.terms:
-        used += term.nbytes
-        shared += term.nbytes if term.place == "shared" else 0
-        if used > room.memory:
-            _refuse(plan, term, used - room.memory, f"{room.memory} bytes are free")
-        if shared > room.shared:
-            _refuse(plan, term, shared - room.shared, f"/dev/shm has {room.shared} bytes free")
+        if term.place == "card":
+            assert plan.card is not None
+            on_card += term.nbytes
+            if on_card > plan.card.free:
+                _refuse(plan, term, on_card - plan.card.free, f"{plan.card.name} has {plan.card.free} bytes free")
+        elif term.place != "disk":
+            used += term.nbytes
+            shared += term.nbytes if term.place == "shared" else 0
+            if used > room.memory:
+                _refuse(plan, term, used - room.memory, f"{room.memory} bytes are free")
+            if shared > room.shared:
+                _refuse(plan, term, shared - room.shared, f"/dev/shm has {room.shared} bytes free")
 
 
 _HINTS = {
-    "weights": "free memory, or use a smaller file",
-    "cache": "ask for less context (--ctx), fewer sequences (--parallel) or --cache-type f16",
+    "dense weights": "free memory, or use a smaller file",
+    "host experts": "free memory, or use a smaller file",
+    "KV cache": "ask for less context (--ctx), fewer sequences (--parallel) or --cache-type f16",
     "activations": "ask for a smaller --prompt-block",
     "logits": "ask for a smaller --prompt-block or fewer sequences (--parallel)",
     "processes": "ask for fewer processes (--threads)",
     "row cache": "ask for a smaller --engram-cache",
     "dequantised weights": "use --executor host",
+    "card scratch": "ask for less context (--ctx)",
 }
 
 
 def _refuse(plan: Plan, term: MemoryTerm, shortfall: int, free: str) -> None:
     terms = ", ".join(f"{other.name} {other.nbytes}" for other in plan.terms)
     shape = f"context {plan.context}, {plan.slots} slots"
+    hint = _HINTS.get(term.name, "take a card with more free memory")
     raise PlanError(
         f"plan {plan.name} ({shape}) does not fit: {term.name} takes {term.nbytes} bytes, {shortfall} too many; {free};"
         f" terms in bytes: {terms}",
-        _HINTS[term.name],
+        f"{hint}; or use --plan cpu" if term.place == "card" else hint,
     )
 
 
-def _digest(name: str, config: DaemonConfig, program: Program) -> str:
+def _digest(name: str, config: DaemonConfig, program: Program, tiers: str) -> str:
     """Hash of everything that says what is computed where. Context, slots and number of processes change no result."""
     weights = [
         (tensor.name, tensor.quant_type.name, list(tensor.shape))
         for tensor in sorted(program.weights.values(), key=lambda tensor: tensor.name)
     ]
     ops = [repr(op) for op in program.ops]
-    facts = [name, config.executor, config.cache_type, program.architecture, weights, ops]
+    facts = [name, config.executor, config.cache_type, program.architecture, weights, ops, tiers]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

@@ -35,6 +35,7 @@ from bloomery.runtime.ops_deepseek4 import (
     WindowAttention,
 )
 from bloomery.runtime.ops_drafts import DraftFacts, StreamMean, TokenChain
+from bloomery.runtime.ops_hand_off import HandOffAnswer, HandOffReceive, HandOffSend, HandOffWait
 from bloomery.runtime.states import CacheState as CacheState
 from bloomery.runtime.states import GroupState as GroupState
 from bloomery.runtime.states import RingState as RingState
@@ -173,7 +174,8 @@ class Router:
 class RoutedExperts:
     """out = sum over the chosen experts e in rank order of mix[e] * (down[e] @ (silu(gate[e] @ x) * (up[e] @ x))).
 
-    gate, up ne = (D, F, E); down ne = (F, D, E). Only the experts in `ids` are computed. With a `limit` the products
+    gate, up ne = (D, F, E); down ne = (F, D, E). Only the experts in `ids` are computed; a negative id, which no router
+    writes, ends a row's list (host part of a hand-off). With a `limit` the products
     are bounded as SwiGlu has it.
     """
 
@@ -257,6 +259,10 @@ Op: TypeAlias = (
     | SoftplusRouter
     | StreamMean
     | TokenChain
+    | HandOffSend
+    | HandOffReceive
+    | HandOffWait
+    | HandOffAnswer
 )
 
 WEIGHT_FIELDS = (

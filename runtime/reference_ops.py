@@ -149,16 +149,18 @@ def routed_experts(
     limit: float = 0.0,
 ) -> Floats:
     """out[r] = sum over a in rank order of mix[r, a] * down (silu(gate x[r]) * (up x[r])) with the matrices of expert
-    ids[r, a]; `expert` gives (gate, up, down) of an id and is asked only for ids that occur. `limit` as in `swiglu`."""
-    parts = np.empty((*ids.shape, x.shape[1]), dtype=x.dtype)
-    for chosen in np.unique(ids):
+    ids[r, a]; `expert` gives (gate, up, down) of an id and is asked only for ids that occur. `limit` as in `swiglu`.
+    A negative id ends a row's list."""
+    parts = np.zeros((*ids.shape, x.shape[1]), dtype=x.dtype)
+    ids = np.where(np.minimum.accumulate(ids, axis=1) < 0, -1, ids)
+    for chosen in np.unique(ids[ids >= 0]):
         gate, up, down = expert(int(chosen))
         rows, ranks = np.nonzero(ids == chosen)
         taken = x[rows]
         parts[rows, ranks] = swiglu(taken @ gate.T, taken @ up.T, limit) @ down.T
     out = np.zeros_like(x)
     for rank in range(ids.shape[1]):
-        out += mix[:, rank, None] * parts[:, rank]
+        out += np.where(ids[:, rank] < 0, 0, mix[:, rank])[:, None] * parts[:, rank]
     return out
 
 

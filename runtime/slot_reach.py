@@ -16,16 +16,25 @@ from bloomery.runtime.states import CacheState, RingState
 
 class SlotReach:
     """A slot that ran up to position high - 1 can go on at high - spare - 1 to high, and at no position before one that
-    it was restored to. Position 0 begins a new sequence and is always possible. Without rings every position is."""
+    it was restored to. Position 0 begins a new sequence and is always possible. Without rings every position is, unless
+    what the slots held is lost (`forget`)."""
 
     def __init__(self, states: Iterable[CacheState], *, slots: int, context: int, spare: int) -> None:
         self._rings = any(isinstance(state, RingState) for state in states)
         self._context, self._spare = context, spare
         self._low, self._high = [0] * slots, [0] * slots
+        self._whole = [context] * slots  # positions that are not known to be lost
 
     def continuable(self, slot: int) -> range:
         """The positions at which a step of this slot may begin, besides 0."""
-        return range(self._low[slot], self._high[slot] + 1) if self._rings else range(self._context + 1)
+        if self._rings:
+            return range(self._low[slot], self._high[slot] + 1)
+        return range(self._whole[slot] + 1)
+
+    def forget(self) -> None:
+        """What the slots held is gone: they begin anew."""
+        for slot in range(len(self._high)):
+            self._low[slot] = self._high[slot] = self._whole[slot] = 0
 
     def require(self, slot: int, position: int) -> None:
         """Raises ValueError (a defect of the caller) if the slot cannot go on at `position`."""
@@ -46,6 +55,7 @@ class SlotReach:
             low = self._low[slot] if positions[0] else 0
             self._high[slot] = int(positions[-1]) + 1
             self._low[slot] = max(low, self._high[slot] - self._spare - 1)
+            self._whole[slot] = max(self._whole[slot], self._high[slot])
 
     def lowest(self, positions: int) -> int:
         """The first position at which a slot that ran up to there can still go on, as far as its rings reach."""
@@ -56,3 +66,4 @@ class SlotReach:
         `positions`, and nothing older."""
         self._low[slot] = positions if first is None else first
         self._high[slot] = positions
+        self._whole[slot] = max(self._whole[slot], positions)

@@ -1,13 +1,13 @@
-"""The states of an executor as arrays of rows by (slot, row), and their copies.
+"""The states of an executor as rows by (slot, row), and their copies.
 
 Owns what is copied of every kind of state; what the kinds mean is in `states`, where a slot can go on in `slot_reach`.
-Knows neither ops nor whose memory the arrays are.
+Knows neither ops nor whose memory the rows are in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,68 +17,117 @@ from bloomery.runtime.slot_reach import SlotReach
 from bloomery.runtime.states import CacheState, pieces
 
 
+class RowStore(Protocol):
+    """Where the rows of states are kept. `logical` is a range of a state's logical rows."""
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        """Of a state's elements."""
+
+    def read(self, name: str, slot: int, logical: range) -> NDArray[Any]:
+        """A copy (rows, width)."""
+
+    def write(self, name: str, slot: int, logical: range, rows: NDArray[Any]) -> None: ...
+
+    def copy(self, source: int, target: int, positions: int) -> None:
+        """The live rows of all states after so many positions, from one slot to another."""
+
+
+class ArrayRows:
+    """Rows in arrays of this process: `arrays` maps each state to (slots, rows(context, spare), width)."""
+
+    def __init__(self, states: Mapping[str, CacheState], arrays: Mapping[str, NDArray[Any]]) -> None:
+        self._states, self.arrays = states, arrays
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        return self.arrays[name].dtype
+
+    def read(self, name: str, slot: int, logical: range) -> NDArray[Any]:
+        rows = self.arrays[name][slot]
+        return np.concatenate([rows[:0], *(rows[piece] for piece in pieces(logical, len(rows)))])
+
+    def write(self, name: str, slot: int, logical: range, rows: NDArray[Any]) -> None:
+        held, done = self.arrays[name][slot], 0
+        for piece in pieces(logical, len(held)):
+            count = piece.stop - piece.start
+            held[piece] = rows[done : done + count]
+            done += count
+
+    def copy(self, source: int, target: int, positions: int) -> None:
+        for name, state in self._states.items():
+            live = state.live(positions)
+            self.write(name, target, live, self.read(name, source, live))
+
+
 class SlotStates:
-    """`arrays` maps each state to (slots, rows(context, spare), width); `reach` says where a slot can go on."""
+    """`reach` says where a slot can go on. Rows are in a store, or in arrays as `ArrayRows` has them."""
 
     def __init__(
         self,
         states: Mapping[str, CacheState],
-        arrays: Mapping[str, NDArray[Any]],
+        store: RowStore | Mapping[str, NDArray[Any]],
         *,
         slots: int,
         context: int,
         spare: int,
     ) -> None:
         self._states = states
-        self.arrays = arrays
+        self._store: RowStore = ArrayRows(states, store) if isinstance(store, Mapping) else store
+        self._counts = {name: state.rows(context, spare) for name, state in states.items()}
+        self._slots, self._context = slots, context
         self.reach = SlotReach(states.values(), slots=slots, context=context, spare=spare)
 
     def rows(self, name: str, logical: NDArray[Any]) -> NDArray[Any]:
         """Where logical rows lie in a slot of state `name`."""
-        return np.asarray(logical % self.arrays[name].shape[1])
+        return np.asarray(logical % self._counts[name])
 
     def copy_prefix(self, source: int, target: int, positions: int) -> None:
         """The first `positions` positions of one slot become another's. ValueError where they are not whole."""
-        self.restore(target, self.snapshot(source, positions))
+        self._check(positions, source, target)
+        self.reach.require(source, positions)
+        self._store.copy(source, target, positions)
+        self.reach.restored(target, positions)
 
     def snapshot(self, slot: int, positions: int, reach: int = 0) -> StateSnapshot:
         """A copy of what the slot's first `positions` positions leave behind. ValueError where that is not whole."""
+        self._check(positions, slot)
         self.reach.require(slot, positions)
         if reach and positions - reach not in self.reach.continuable(slot):
             raise ValueError(f"slot {slot} cannot go on at position {positions - reach}")
         found = {}
-        for state in self._states.values():
-            rows = self.arrays[state.name][slot]
-            held = pieces(state.reaching(positions - reach, positions), len(rows))
-            found[state.name] = np.concatenate([rows[:0], *(rows[piece] for piece in held)])
+        for name, state in self._states.items():
+            found[name] = self._store.read(name, slot, state.reaching(positions - reach, positions))
         return StateSnapshot(positions, found, reach)
 
     def snapshot_bytes(self, positions: int, reach: int = 0) -> int:
         """Bytes of the rows of such a snapshot."""
         return sum(
-            len(state.reaching(positions - reach, positions)) * state.width * self.arrays[state.name].itemsize
-            for state in self._states.values()
+            len(state.reaching(positions - reach, positions)) * state.width * self._store.dtype(name).itemsize
+            for name, state in self._states.items()
         )
 
     def restore(self, slot: int, snapshot: StateSnapshot, positions: int | None = None) -> None:
         """The slot goes on at `positions`, or as far before as the snapshot and its own rings reach. ValueError, and
         nothing changed, for a snapshot of other states or one that does not reach there."""
         positions = snapshot.positions if positions is None else positions
+        self._check(positions, slot)
         first = snapshot.positions - snapshot.reach
         if not first <= positions <= snapshot.positions:
             raise ValueError(f"the snapshot goes on at {first} to {snapshot.positions}, not at {positions}")
         for state in self._states.values():
             expected = (len(state.reaching(first, snapshot.positions)), state.width)
-            stored, dtype = snapshot.rows.get(state.name), self.arrays[state.name].dtype
+            stored, dtype = snapshot.rows.get(state.name), self._store.dtype(state.name)
             if stored is None or stored.shape != expected or stored.dtype != dtype:
                 raise ValueError(f"the snapshot does not fit state {state.name}: expected {dtype} {expected}")
         begin = max(first, self.reach.lowest(positions))
-        for state in self._states.values():
-            rows, stored = self.arrays[state.name][slot], snapshot.rows[state.name]
+        for name, state in self._states.items():
             wanted = state.reaching(begin, positions)
             done = wanted.start - state.reaching(first, snapshot.positions).start
-            for piece in pieces(wanted, len(rows)):
-                count = piece.stop - piece.start
-                rows[piece] = stored[done : done + count]
-                done += count
+            self._store.write(name, slot, wanted, snapshot.rows[name][done : done + len(wanted)])
         self.reach.restored(slot, positions, begin)
+
+    def _check(self, positions: int, *slots: int) -> None:
+        for slot in slots:
+            if not 0 <= slot < self._slots:
+                raise ValueError(f"there is no slot {slot}, only 0 to {self._slots - 1}")
+        if not 0 <= positions <= self._context:
+            raise ValueError(f"a slot has no {positions} positions, only {self._context}")

@@ -12,7 +12,9 @@ been overwritten; `spare` must be at least the greatest number of rows of a step
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
 
 Element: TypeAlias = Literal["cache", "f32", "i32"]
 
@@ -72,6 +74,18 @@ class GroupState(CacheState):
 
     def live(self, positions: int) -> range:
         return range(positions // self.ratio)
+
+
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "f32": np.dtype(np.float32),
+    "i32": np.dtype(np.int32),
+    "f16": np.dtype(np.float16),
+}
+
+
+def element_type(state: CacheState, cache_type: str) -> np.dtype[Any]:
+    """What the state's elements are stored as where the caches are of this type."""
+    return _DTYPES[cache_type if state.kind == "cache" else state.kind]
 
 
 def pieces(logical: range, rows: int) -> list[slice]:

@@ -107,6 +107,14 @@ class StepRecord:
         tokens, slots, positions, _ = (array[:count].copy() for array in self._arrays)
         return tokens, slots, positions
 
+    def read_rows(self) -> StepRows | None:
+        """The whole step as the executor sees it, in views of the record; None for a drill."""
+        count, wanted = int(self._counts[0]), int(self._counts[1])
+        if not count:
+            return None
+        tokens, slots, positions, out_rows = self._arrays
+        return StepRows(tokens[:count], slots[:count], positions[:count], out_rows[:wanted])
+
     def write_drill(self) -> None:
         """No rows: the ranks meet at their barriers and run no stage."""
         self._counts[:] = 0
@@ -165,3 +173,53 @@ class ControlBlock:
 
     def sleeping(self, rank: int) -> bool:
         return self._words[self._ranks[rank] + SLEEPING // 8] != 0
+
+
+class RankWords:
+    """The side of one rank, for ranks that are written in Python. `memory` is the control block's region."""
+
+    def __init__(self, memory: NDArray[np.uint8], rank: int, ranks: int) -> None:
+        assert memory.ctypes.data % LINE == 0
+        self._words = memory.data.cast("B").cast("q")
+        self._own = (RANK_LINES + rank * RANK_BYTES) // 8
+        self._done = [(RANK_LINES + other * RANK_BYTES + DONE) // 8 for other in range(ranks)]
+        self.bell_address = memory.ctypes.data + BELL
+
+    @property
+    def step(self) -> int:
+        return self._words[STEP // 8]
+
+    @property
+    def stop(self) -> bool:
+        return self._words[STOP // 8] != 0
+
+    @property
+    def sleeping(self) -> bool:
+        return self._words[self._own + SLEEPING // 8] != 0
+
+    @sleeping.setter
+    def sleeping(self, sleeping: bool) -> None:
+        self._words[self._own + SLEEPING // 8] = sleeping
+
+    def aborted(self, step: int) -> bool:
+        return self._words[ABORT // 8] == step
+
+    def poisoned(self, step: int) -> bool:
+        return self._words[POISON // 8] == step
+
+    def reached(self, step: int, stage: int) -> None:
+        """Publishes how many stages of the step are behind this rank."""
+        self._words[self._own + PROGRESS // 8] = step << STAGE_BITS | stage
+
+    def leave(self, step: int, status: Status, detail: int) -> None:
+        """Publishes the end of the step here. A full fence has to follow before `all_done`."""
+        self._words[self._own + STATUS // 8] = status
+        self._words[self._own + DETAIL // 8] = detail
+        self._words[self._own + DONE // 8] = step
+
+    def all_done(self, step: int) -> bool:
+        return all(self._words[place] == step for place in self._done)
+
+    def ring(self, step: int) -> None:
+        """Says that the step is over; who waits for it has to be woken."""
+        self._words[BELL // 8] = step

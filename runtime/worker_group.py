@@ -19,7 +19,6 @@ from bloomery.runtime.process_tree import Child, DeathWatch
 from bloomery.runtime.runtime_files import socket_path
 from bloomery.runtime.worker_messages import DOORBELL, WorkerStart, decode, encode, error_of, lowered_of
 
-MODULE = "bloomery.cpu_experts"
 _POLL_MS = 50
 _LAST_MESSAGE_MS = 200
 
@@ -34,14 +33,9 @@ class WorkerGroup:
         name: str,
         starts: Sequence[WorkerStart],
         quiet_seconds: float,
-        *,
-        module: str = MODULE,
-        title: str = "CPU-expert worker",
     ) -> None:
-        """`quiet_seconds`: how long a start may go without any message before it counts as hung. `title` is what
-        messages call a process of `module`."""
+        """`quiet_seconds`: how long a start may go without any message before it counts as hung."""
         self._quiet_seconds = quiet_seconds
-        self._module, self._title = module, title
         self._path = socket_path(f"{name}.sock")
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -63,7 +57,7 @@ class WorkerGroup:
         return [child.pid for child in self._children]
 
     def describe(self, rank: int) -> str:
-        return f"{self._title} {rank} (pid {self._children[rank].pid})"
+        return f"{self._starts[rank].who} (pid {self._children[rank].pid})"
 
     def describe_exit(self, rank: int, where: str = "") -> str:
         return f"{self.describe(rank)} {self._children[rank].describe_exit(where)}"
@@ -92,32 +86,40 @@ class WorkerGroup:
         reports: ModelFileError, PlanError, or WorkerLost."""
         return self._collect("hello", ranks, "spawn", progress)
 
-    def compile(self, kernels: Sequence[str], progress: Progress) -> None:
-        """Has each kernel compiled, or found in the cache, by whichever worker is free; each by one only."""
+    def compile(self, ranks: Iterable[int], kernels: Sequence[str], progress: Progress) -> None:
+        """Has each kernel compiled, or found in the cache, by whichever of these is free; each by one only."""
         queue, compiled = list(reversed(kernels)), 0
         progress("compile", 0, len(kernels))
-        for rank in range(len(self._children)):
+        for rank in ranks:
             if queue:
                 self._send(rank, encode("compile", kernel=queue.pop()))
         while compiled < len(kernels):
-            rank, _ = self._receive("compiled", "compiling kernels")
+            rank, _ = self._receive("compiled", "compiling kernels", None)
             compiled += 1
             progress("compile", compiled, len(kernels))
             if queue:
                 self._send(rank, encode("compile", kernel=queue.pop()))
 
-    def attach(self, ranks: Iterable[int], arena: Arena, lowered: Lowered, progress: Progress | None = None) -> None:
-        """Shows these workers the arena and waits until they can run steps."""
+    def attach(
+        self, ranks: Iterable[int], arena: Arena, lowered: Lowered, progress: Progress | None = None
+    ) -> dict[int, dict[str, Any]]:
+        """Shows these workers the arena and waits until they can run steps; what they say of themselves."""
+        ranks = list(ranks)
         message = encode("attach", prefix=arena.prefix, scratch=lowered.scratch, stages=lowered.stages)
         for rank in ranks:
             self._send(rank, message)
-        self._collect("ready", ranks, "load", progress)
+        return self._collect("ready", ranks, "load", progress)
+
+    def ask(self, rank: int, kind: str, **fields: Any) -> dict[str, Any]:
+        """Sends a worker on an errand between steps and waits for its answer. WorkerLost if it dies meanwhile."""
+        self._send(rank, encode(kind, **fields))
+        return self._receive("done", f"waiting for {kind}", None)[1]
 
     def replace_dead(self, arena: Arena, lowered: Lowered) -> list[int]:
         """Starts a new process in the place of each dead one and attaches it; the others are not touched."""
         dead = self.respawn_dead()
         for rank, hello in self.hellos(dead).items():
-            if lowered_of(hello) != lowered:
+            if hello["stages"] and lowered_of(hello) != lowered:
                 raise WorkerLost(
                     f"{self.describe(rank)} lowers the program differently from its predecessor",
                     "the installation or the model file has changed under the running daemon: restart it",
@@ -151,10 +153,10 @@ class WorkerGroup:
         # NumPy's BLAS would start a thread for each core in every worker, which no kernel uses.
         threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         try:
-            return Child(self._module, [start.to_json()], threads)
+            return Child(start.MODULE, [start.to_json()], threads)
         except OSError as error:
             raise PlanError(
-                f"cannot start {self._title} {start.rank} of {len(self._starts)}: {error.strerror}",
+                f"cannot start {start.who} of {len(self._starts)}: {error.strerror}",
                 "start fewer (--threads), or raise the limits on processes, memory and open files (ulimit -u, -v, -n)",
             ) from error
 
@@ -182,14 +184,14 @@ class WorkerGroup:
         while waiting:
             if progress:
                 progress(stage, len(messages), total)
-            rank, message = self._receive(kind, stage)
+            rank, message = self._receive(kind, stage, progress)
             waiting.discard(rank)
             messages[rank] = message
         if progress:
             progress(stage, total, total)
         return messages
 
-    def _receive(self, kind: str, doing: str) -> tuple[int, dict[str, Any]]:
+    def _receive(self, kind: str, doing: str, progress: Progress | None) -> tuple[int, dict[str, Any]]:
         """The next message of this kind; raises what an error message says, or that a worker is gone or silent."""
         quiet_since = time.monotonic()
         while True:
@@ -201,6 +203,10 @@ class WorkerGroup:
                 message = decode(frame)
                 if message["kind"] == "error":
                     raise error_of(message, self.describe(rank))
+                if message["kind"] == "progress":
+                    quiet_since = time.monotonic()
+                    if progress:
+                        progress(message["stage"], message["done"], message["total"])
                 if message["kind"] == kind:
                     return rank, message
             elif self.any_dead() and not self._socket.poll(_LAST_MESSAGE_MS):

@@ -33,6 +33,13 @@ class Link:
         """Sleeps until the doorbell rings, or a second has passed."""
         self._socket.poll(_LONGEST_SLEEP_MS)
 
+    def take(self, milliseconds: int) -> list[dict[str, Any]]:
+        """The messages that have come or come within the time; doorbells are taken and forgotten."""
+        frames: list[bytes] = []
+        while self._socket.poll(0 if frames else milliseconds):
+            frames.append(self._socket.recv())
+        return [decode(frame) for frame in frames if frame]
+
     def silence(self) -> None:
         """Takes the doorbells that have rung."""
         while self._socket.poll(0):

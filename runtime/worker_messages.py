@@ -2,8 +2,14 @@
 
 Owns the messages' shape (msgpack maps with a `kind`). Steps themselves go through the arena only.
 
-    worker -> pool   hello(scratch, stages, labels, kernels) . compiled(kernel) . ready . error(type, message, hint)
+    worker -> pool   hello(scratch, stages, labels, kernels) . compiled(kernel) . progress(stage, done, total) . ready
+                     error(type, message, hint)
     pool -> worker   compile(kernel) . attach(prefix, scratch, stages) . (empty frame: doorbell)
+
+A card worker compiles for itself while it attaches, tells of its card in ready(facts), and does errands between steps:
+
+    pool -> worker   copy(source, target, positions) . read(name, slot, first, count) . write(name, slot, first, rows)
+    worker -> pool   done(rows), rows being the bytes of a state's rows where there are some to send
 """
 
 from __future__ import annotations
@@ -11,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import msgpack
 
@@ -32,6 +38,8 @@ class WorkerStart:
     step and to wait for another rank. `workload` is `module:function` of what makes the stages. `taps` and `target` are
     `architectures.load_program`'s; with `keep_choices` the program leaves the routers' choices behind
     (`router_choices`).
+    `architectures.load_program`'s. Beside a card: `hand_offs` are the numbers of the routed layers with experts on the
+    host, `hand_off_ns` is how long a side waits for the other inside a step.
     """
 
     rank: int
@@ -50,6 +58,16 @@ class WorkerStart:
     time_stages: bool
     workload: str
     keep_choices: bool
+    hand_offs: tuple[int, ...] = ()
+    hand_off_ns: int = 0
+
+    MODULE: ClassVar[str] = "bloomery.cpu_experts"
+    TITLE: ClassVar[str] = "CPU-expert worker"
+
+    @property
+    def who(self) -> str:
+        """What messages call the worker."""
+        return f"{self.TITLE} {self.rank}"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -57,7 +75,8 @@ class WorkerStart:
     @classmethod
     def from_json(cls, text: str) -> Self:
         fields = json.loads(text)
-        return cls(**{**fields, "shape": ArenaShape(**fields["shape"]), "taps": tuple(fields["taps"])})
+        lists = {name: tuple(fields[name]) for name in ("taps", "hand_offs")}
+        return cls(**{**fields, **lists, "shape": ArenaShape(**fields["shape"])})
 
     @property
     def identity(self) -> bytes:
@@ -77,8 +96,27 @@ class EngramOptions:
 class EngramStart(WorkerStart):
     """Of the engram I/O process; it has one rank, 0, and is pinned to no CPU (`cpu` is -1)."""
 
-    cache_bytes: int
-    direct: bool
+    cache_bytes: int = 0
+    direct: bool = False
+
+    MODULE: ClassVar[str] = "bloomery.engram_io"
+    TITLE: ClassVar[str] = "engram I/O process"
+
+
+@dataclass(frozen=True)
+class CardStart(WorkerStart):
+    """Of the worker of card number `card`; its rank comes after those of the CPU-expert workers. `tiers` is the text of
+    the ExpertTiers."""
+
+    card: int = 0
+    tiers: str = ""
+
+    MODULE: ClassVar[str] = "bloomery.gpu_worker"
+    TITLE: ClassVar[str] = "card worker"
+
+    @property
+    def who(self) -> str:
+        return self.TITLE
 
 
 def encode(kind: str, **fields: Any) -> bytes:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from bloomery.gpu_worker.card_executor import CardExecutor
 from bloomery.gpu_worker.driver import load_pycuda
-from bloomery.gpu_worker.launches import MAX_ROWS, StateAddress, StepAddresses
+from bloomery.gpu_worker.launches import MAX_ROWS, HandOffAddresses, HandOffBuffers, StateAddress, StepAddresses
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.executor import StepRows
 from bloomery.runtime.model_file import Tensor
@@ -39,6 +39,8 @@ class NoCard:
     multiprocessors = 132
     step = StepAddresses(256, 288, 320, 352)
     prompt_step = StepAddresses(512, 768, 1024, 1280)
+    payload = HandOffBuffers((1024, 64), (1280, 16), (1536, 16), (1792, 64))
+    hand_off = HandOffAddresses(512, 640, 768, 776, 2, 10**9, 0, {"step": payload, "out": payload})
 
     def __init__(self, program: Program, context: int = 256, cache_type: str = "f16") -> None:
         self.program = program
@@ -141,7 +143,7 @@ def steps(
 
 def read(executor: CardExecutor, view: View, rows: int) -> NDArray[Any]:
     with executor.card.current("reading"):
-        return executor.memory.read(view, rows)
+        return executor.memory.buffer(view, rows)
 
 
 def expected(program: Program, rows: StepRows, *views: View, **arguments: Any) -> list[NDArray[Any]]:

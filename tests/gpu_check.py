@@ -178,7 +178,7 @@ def expert_speeds(kinds: tuple[tuple[str, str], ...], bandwidth: float) -> list[
                 executor.step(steps(range(rows)))
                 seconds = op_seconds(executor, rows, "experts", 1) / layers
                 with executor.card.current("reading ids"):
-                    chosen = len(np.unique(executor.memory.read(ids, rows)))
+                    chosen = len(np.unique(executor.memory.buffer(ids, rows)))
                 each = 2 * QuantType.named(kind).row_bytes(2048) * 768 + QuantType.named(down).row_bytes(768) * 2048
                 speed = chosen * each / seconds / 1e9
                 out.append({"types": [kind, down], "rows": rows, "us": 1e6 * seconds, "GB/s": speed})

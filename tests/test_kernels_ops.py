@@ -300,10 +300,17 @@ def test_experts_sum_adds_in_rank_order() -> None:
     generator = np.random.default_rng(39)
     items = generator.standard_normal((15, 301), dtype=np.float32)
     mix = generator.random((5, 3), dtype=np.float32)
+    ids = np.array([[4, 0, 2], [1, 2, -1], [7, -1, 3], [-1, 0, 0], [0, 0, 0]], np.int32)
+    used = [3, 2, 1, 0, 3]  # a negative id ends a row's list
     out, (step, _) = np.empty((5, 301), np.float32), step_of(5)
     words = [items.ctypes.data, items.strides[0], mix.ctypes.data, 12, 3, out.ctypes.data, out.strides[0], 301, 0]
+    words += [ids.ctypes.data, 12]
     parts = items.reshape(5, 3, 301) * mix[:, :, None]
-    expected = (parts[:, 0] + parts[:, 1]) + parts[:, 2]
+    expected = np.zeros((5, 301), np.float32)
+    for row, count in enumerate(used):
+        items[3 * row + count : 3 * row + 3] = np.nan
+        for place in range(count):
+            expected[row] += parts[row, place]
     np.testing.assert_array_equal(same_for_all_ranks("experts_sum", words, step, out), expected)
 
 

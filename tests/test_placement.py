@@ -13,7 +13,7 @@ from bloomery.runtime.architectures import build_program
 from bloomery.runtime.daemon_config import DaemonConfig
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.model_file import ModelFile
-from bloomery.runtime.placement import CARD_PLANS, MemoryRoom, Plan, chosen_plan, make_plan, memory_room
+from bloomery.runtime.placement import LATER_PLANS, MemoryRoom, Plan, check_plan_name, make_plan, memory_room
 from bloomery.runtime.program import Program
 
 CONFIG = DaemonConfig(str(demo_model_path("tiny")), context=512, slots=2, prompt_block=64, processes=2)
@@ -31,34 +31,35 @@ def term(plan: Plan, name: str) -> int:
 
 
 def test_plan_names() -> None:
-    assert chosen_plan("cpu") == chosen_plan("auto") == "cpu"
-    for name in CARD_PLANS:
-        with pytest.raises(PlanError) as caught:
-            chosen_plan(name)
-        assert f"plan {name} " in caught.value.message and "bloomery.gpu_worker" in caught.value.message
-        assert "--plan cpu" in caught.value.hint
+    for name in ("cpu", "auto", "a"):
+        check_plan_name(name)
+    for name in LATER_PLANS:
+        with pytest.raises(PlanError, match=f"plan {name} .* is not built yet") as caught:
+            check_plan_name(name)
+        assert "--plan a" in caught.value.hint
     with pytest.raises(PlanError, match="no plan 'gpu'") as caught:
-        chosen_plan("gpu")
+        check_plan_name("gpu")
     assert "auto, cpu, a, b, bp" in caught.value.hint
 
 
 def test_terms_are_what_the_shapes_say(program: Program) -> None:
     plan = make_plan(CONFIG, program, PLENTY)
     assert (plan.name, plan.context, plan.slots, plan.processes) == ("cpu", 512, 2, 2)
-    assert term(plan, "weights") == sum(tensor.nbytes for tensor in program.weights.values())
+    weights = sum(tensor.nbytes for tensor in program.weights.values())
+    assert term(plan, "dense weights") + term(plan, "host experts") == weights
     rows = 2 * sum(state.width for state in program.states.values())
-    assert term(plan, "cache") == pytest.approx(512 * 2 * rows, rel=0.01)
+    assert term(plan, "KV cache") == pytest.approx(512 * 2 * rows, rel=0.01)
     doubled = make_plan(replace(CONFIG, context=1024), program, PLENTY)
-    assert term(doubled, "cache") == pytest.approx(2 * term(plan, "cache"), rel=0.01)
+    assert term(doubled, "KV cache") == pytest.approx(2 * term(plan, "KV cache"), rel=0.01)
     assert term(doubled, "activations") == term(plan, "activations")
     wide = make_plan(replace(CONFIG, cache_type="f32"), program, PLENTY)
-    assert term(wide, "cache") == pytest.approx(2 * term(plan, "cache"), rel=0.01)
+    assert term(wide, "KV cache") == pytest.approx(2 * term(plan, "KV cache"), rel=0.01)
     assert term(plan, "logits") == 4 * program.vocabulary * CONFIG.prompt_block
     assert plan.total() == sum(term.nbytes for term in plan.terms)
     assert plan.total("shared") == plan.total() - plan.total("mapped", "private")
 
 
-@pytest.mark.parametrize("name", ["weights", "cache", "activations", "logits", "processes"])
+@pytest.mark.parametrize("name", ["dense weights", "host experts", "KV cache", "activations", "logits", "processes"])
 def test_the_refusal_names_term_and_shortfall(program: Program, name: str) -> None:
     plan = make_plan(CONFIG, program, PLENTY)
     names = [term.name for term in plan.terms]
@@ -75,7 +76,9 @@ def test_the_refusal_names_term_and_shortfall(program: Program, name: str) -> No
 def test_shared_memory_is_checked_for_itself(program: Program) -> None:
     plan = make_plan(CONFIG, program, PLENTY)
     room = MemoryRoom(1 << 40, plan.total("shared") - 7)
-    with pytest.raises(PlanError, match=rf"cache takes \d+ bytes, 7 too many; /dev/shm has {room.shared} bytes free"):
+    with pytest.raises(
+        PlanError, match=rf"KV cache takes \d+ bytes, 7 too many; /dev/shm has {room.shared} bytes free"
+    ):
         make_plan(CONFIG, program, room)
     make_plan(CONFIG, program, MemoryRoom(1 << 40, plan.total("shared")))
     make_plan(replace(CONFIG, executor="reference"), program, MemoryRoom(1 << 40, 0))
@@ -85,12 +88,12 @@ def test_a_context_that_nobody_asked_for_fits(program: Program) -> None:
     config = replace(CONFIG, context=0)
     assert make_plan(config, program, PLENTY).context == program.context_length
     others = make_plan(CONFIG, program, PLENTY)
-    fixed = others.total() - term(others, "cache") - term(others, "snapshots")
-    position = term(others, "cache") / CONFIG.context
+    fixed = others.total() - term(others, "KV cache") - term(others, "snapshots")
+    position = term(others, "KV cache") / CONFIG.context
     for positions in (300, 500, 900):
         plan = make_plan(config, program, MemoryRoom(fixed + int(2 * positions * position), 1 << 40))
         assert plan.context == pytest.approx(positions, abs=8), "caches take half of what is left"
-    with pytest.raises(PlanError, match="cache takes"):
+    with pytest.raises(PlanError, match="KV cache takes"):
         make_plan(config, program, MemoryRoom(fixed + 1000, 1 << 40))
 
 

@@ -51,6 +51,8 @@ _SINGLE: Final = {
     "engram_rows": ("engram", "engram_rows"),
     "engram_gate": ("engram", "engram_gate"),
     "engram_wait": ("engram_wait", "engram_wait"),
+    "hand_off_wait": ("hand_off", "hand_off_wait"),
+    "hand_off_answer": ("hand_off", "hand_off_answer"),
     "pool_write": ("compressor", "pool_write"),
     "pool_rows": ("compressor", "pool_rows"),
     "router_softplus": ("softplus_router", "router_softplus"),

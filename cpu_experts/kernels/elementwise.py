@@ -217,9 +217,9 @@ def weighted_sum_8(
 
 def experts_sum() -> Callable[[int, int, int, int], None]:
     """Kernel `experts_sum`: items, item stride, mix, mix row stride, used, out, out row stride, elements, rows (index
-    of the step's row count).
+    of the step's row count), ids, ids row stride.
 
-    out[row] = sum over places a in order, from 0, of mix[row][a] * items[row * used + a].
+    out[row] = sum over places a in order, from 0 up to the first negative id, of mix[row][a] * items[row * used + a].
     """
 
     def kernel(args: int, rank: int, ranks: int, step: int) -> None:
@@ -229,10 +229,13 @@ def experts_sum() -> Callable[[int, int, int, int], None]:
         for unit in range(share_start(rows * chunks, rank, ranks), share_end(rows * chunks, rank, ranks)):
             row = unit // chunks
             first = (unit - row * chunks) * CHUNK
+            chosen, ids = 0, argument(args, 9) + row * argument(args, 10)
+            while chosen < used and load_i32(ids + 4 * chosen) >= 0:
+                chosen += 1
             for start in range(first, min(first + CHUNK, width), 8):
                 weighted_sum_8(
                     argument(args, 0) + row * used * argument(args, 1) + 4 * start, argument(args, 1),
-                    argument(args, 2) + row * argument(args, 3), used,
+                    argument(args, 2) + row * argument(args, 3), chosen,
                     argument(args, 5) + row * argument(args, 6) + 4 * start, width - start,
                 )  # fmt: skip
 

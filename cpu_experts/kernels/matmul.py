@@ -283,25 +283,34 @@ def group_by_expert(
 ) -> int:
     """Writes at `lists` int32 starts[experts + 1], then pairs (row of x, item) ordered by expert, then by item.
 
-    Item number = row * used + place in the row's list of chosen experts. Returns the address of the pairs.
+    Item number = row * used + place in the row's list of chosen experts, which ends at a negative id. Returns the
+    address of the pairs; the number of pairs takes the place of the first start, which is 0.
     """
     pairs = lists + 4 * (experts + 1)
     for expert in range(experts + 1):
         store_i32(lists + 4 * expert, 0)
     for row in range(rows):
         for place in range(used):
-            counter = lists + 4 * (load_i32(ids + row * ids_stride + 4 * place) + 1)
+            chosen = load_i32(ids + row * ids_stride + 4 * place)
+            if chosen < 0:
+                break
+            counter = lists + 4 * (chosen + 1)
             store_i32(counter, load_i32(counter) + 1)
     for expert in range(experts):
         store_i32(lists + 4 * (expert + 1), load_i32(lists + 4 * (expert + 1)) + load_i32(lists + 4 * expert))
+    total = load_i32(lists + 4 * experts)
     for row in range(rows - 1, -1, -1):  # backwards, so that starts[e + 1] ends up as the start of e
-        for place in range(used - 1, -1, -1):
+        count = 0
+        while count < used and load_i32(ids + row * ids_stride + 4 * count) >= 0:
+            count += 1
+        for place in range(count - 1, -1, -1):
             counter = lists + 4 * (load_i32(ids + row * ids_stride + 4 * place) + 1)
             position = load_i32(counter) - 1
             store_i32(counter, position)
             item = row * used + place
             store_i32(pairs + 8 * position, item if x_of_each_item != 0 else row)
             store_i32(pairs + 8 * position + 4, item)
+    store_i32(lists, total)
     return pairs
 
 
@@ -325,7 +334,7 @@ def experts(name: str) -> Callable[[int, int, int, int], None]:
         jobs = argument(args, EXPERTS_HEAD)
         for expert in range(expert_count):
             start = load_i32(lists + 4 * (expert + 1))
-            stop = rows * used if expert + 1 == expert_count else load_i32(lists + 4 * (expert + 2))
+            stop = load_i32(lists) if expert + 1 == expert_count else load_i32(lists + 4 * (expert + 2))
             if stop > start:
                 for job in range(jobs):
                     at = EXPERTS_HEAD + 1 + job * EXPERTS_JOB

@@ -87,11 +87,12 @@ def _model_draft(
     file = stack.enter_context(ModelFile.open(config.draft_model))
     vocabulary = shared_vocabulary(model, file)
     program = build_program(file)
-    own = replace(config, model=config.draft_model, context=plan.context, slots=plan.slots, cache_ram=0)
+    own = replace(config, model=config.draft_model, context=plan.context, slots=plan.slots, cache_ram=0, plan="cpu")
     room = (
         memory_room()
     )  # of which the model's own executor will take what its plan says, but for what only may be kept
-    left = MemoryRoom(room.memory - plan.total() + plan.term("snapshots"), room.shared - plan.total("shared"))
+    taken = plan.total("mapped", "shared", "private") - plan.term("snapshots")
+    left = MemoryRoom(room.memory - taken, room.shared - plan.total("shared"))
     try:
         draft_plan = make_plan(own, program, left)
     except PlanError as error:

@@ -1,0 +1,13 @@
+"""The workload of a worker beside a card: of a model file's program only the experts that are handed over."""
+
+from __future__ import annotations
+
+from bloomery.cpu_experts.model_workload import ModelWorkload
+from bloomery.runtime.split_program import host_part
+from bloomery.runtime.worker_messages import WorkerStart
+
+
+def load(start: WorkerStart) -> ModelWorkload:
+    workload = ModelWorkload(start)
+    workload.program = host_part(workload.program, start.hand_offs)
+    return workload

@@ -1,0 +1,50 @@
+"""Lowering without a card: whether every op has its kernels, and what scratch they want.
+
+Owns a context whose addresses mean nothing. What cannot run on a card is refused with it before anything is loaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from numpy.typing import NDArray
+
+from bloomery.gpu_worker.launches import HandOffAddresses, HandOffBuffers, StateAddress, StepAddresses
+from bloomery.runtime.model_file import Tensor
+from bloomery.runtime.program import Program, View
+
+_NOWHERE: Final = 1 << 20
+_BUFFERS: Final = HandOffBuffers((_NOWHERE, 0), (_NOWHERE, 0), (_NOWHERE, 0), (_NOWHERE, 0))
+
+
+class SizingContext:
+    """A CardContext that learns what scratch is wanted (`wanted`: name -> greatest bytes asked)."""
+
+    multiprocessors = 1
+    step = prompt_step = StepAddresses(_NOWHERE, _NOWHERE, _NOWHERE, _NOWHERE)
+    hand_off = HandOffAddresses(_NOWHERE, _NOWHERE, _NOWHERE, _NOWHERE, 1, 0, 0, {"step": _BUFFERS, "out": _BUFFERS})
+
+    def __init__(self, program: Program, context: int, cache_type: str) -> None:
+        self._program = program
+        self.context, self.cache_type = context, cache_type
+        self.wanted: dict[str, int] = {}
+
+    def view(self, view: View) -> tuple[int, int]:
+        return _NOWHERE + 4 * view.start, self._program.buffers[view.buffer].width
+
+    def weight(self, name: str) -> tuple[int, Tensor]:
+        return _NOWHERE, self._program.weights[name]
+
+    def slot_map(self, name: str) -> int:
+        return _NOWHERE
+
+    def state(self, name: str) -> StateAddress:
+        width = self._program.states[name].width
+        return StateAddress(_NOWHERE, self.context * width, width)
+
+    def scratch(self, name: str, nbytes: int) -> int:
+        self.wanted[name] = max(nbytes, self.wanted.get(name, 0))
+        return _NOWHERE
+
+    def constant(self, name: str, values: NDArray[Any]) -> int:
+        return _NOWHERE

@@ -1,0 +1,275 @@
+"""The card executor as the coordinator sees it: a worker process on a card, and helpers for experts on the host.
+
+Owns starting it and the CPU-expert workers that help it, what its steps mean (results, states, snapshots), and what is
+lost with it. Steps are run by `step_runner`, processes are `worker_group`'s, how card and host meet is `hand_off`'s; of
+CUDA it knows nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bloomery.runtime import runtime_files
+from bloomery.runtime.arena import Arena, ArenaLayout, ArenaShape, Lowered
+from bloomery.runtime.errors import StepAborted
+from bloomery.runtime.executor import StateSnapshot, StepResult, StepRows, check_rows
+from bloomery.runtime.expert_tiers import ExpertTiers
+from bloomery.runtime.host_pool import IDLE_SPIN_NS, hand_off_ns, quiet_seconds, stall_seconds, worker_starts
+from bloomery.runtime.memory_terms import CARD_ROWS, LOGITS_BYTES
+from bloomery.runtime.program import Program
+from bloomery.runtime.slot_states import SlotStates
+from bloomery.runtime.split_program import host_part
+from bloomery.runtime.states import element_type
+from bloomery.runtime.step_runner import StepRunner
+from bloomery.runtime.worker_group import Progress, WorkerGroup
+from bloomery.runtime.worker_messages import CardStart, lowered_of
+
+CARD_WORKLOAD = "bloomery.gpu_worker.model_workload:load"
+EXPERT_WORKLOAD = "bloomery.cpu_experts.expert_workload:load"
+
+_pool_numbers = itertools.count()
+
+
+class CardRows:
+    """The RowStore of a card's worker: every call is an errand."""
+
+    def __init__(self, group: WorkerGroup, rank: int, program: Program, cache_type: str) -> None:
+        self._group, self._rank, self._states = group, rank, program.states
+        self._dtypes = {name: element_type(state, cache_type) for name, state in program.states.items()}
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        return self._dtypes[name]
+
+    def read(self, name: str, slot: int, logical: range) -> NDArray[Any]:
+        answer = self._group.ask(self._rank, "read", name=name, slot=slot, first=logical.start, count=len(logical))
+        return np.frombuffer(answer["rows"], self._dtypes[name]).reshape(len(logical), self._states[name].width)
+
+    def write(self, name: str, slot: int, logical: range, rows: NDArray[Any]) -> None:
+        self._group.ask(self._rank, "write", name=name, slot=slot, first=logical.start, rows=rows.tobytes())
+
+    def copy(self, source: int, target: int, positions: int) -> None:
+        self._group.ask(self._rank, "copy", source=source, target=target, positions=positions)
+
+
+class CardPool:
+    """A StepExecutor whose steps run on a card. Make one with `start`; close it, or it closes at exit.
+
+    `step`, `recover` and the copies belong to one thread at a time; `abort`, `statistics` and `close` to any. What the
+    slots held is lost with the card's worker: after `recover` they begin anew. With experts on the host a step of more
+    rows than the arena has room for runs in groups, one after the other.
+    """
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        arena: Arena,
+        program: Program,
+        lowered: Lowered,
+        labels: list[str],
+        limits: tuple[int, int],
+    ) -> None:
+        """`labels` are those of the CPU-expert workers' stages, `limits` the greatest R and O of a step."""
+        self._group, self._arena, self._program, self._lowered = group, arena, program, lowered
+        self._shape = shape = arena.layout.shape
+        self._max_rows, self._max_out_rows = limits
+        self._card = shape.processes
+        store = CardRows(group, self._card, program, shape.cache_type)
+        sizes = {"slots": shape.slots, "context": shape.context, "spare": shape.spare}
+        self._states = SlotStates(program.states, store, **sizes)
+        self._runner = StepRunner(group, arena, [*[labels] * shape.processes, ()], stall_seconds())
+        view = program.hidden
+        shared = [arena.buffer(program.logits), arena.buffer(program.argmax)[:, 0]]
+        if view is not None:
+            shared.append(arena.buffer(view.buffer)[:, view.start : view.end])
+        self._shared = shared
+        whole = shape.max_rows >= self._max_rows
+        self._results = shared if whole else [np.empty((self._max_out_rows, *a.shape[1:]), a.dtype) for a in shared]
+        self._stepping = self._aborted = False
+        self._facts: dict[str, Any] = {}
+        atexit.register(self.close)
+
+    @classmethod
+    def start(
+        cls,
+        model_path: str,
+        program: Program,
+        *,
+        context: int,
+        slots: int,
+        prompt_block: int = 512,
+        cache_type: Literal["f32", "f16"] = "f16",
+        card: int = 0,
+        tiers: ExpertTiers | None = None,
+        processes: int = 1,
+        progress: Progress = lambda stage, done, total: None,
+        workload: str = CARD_WORKLOAD,
+        host_workload: str = EXPERT_WORKLOAD,
+    ) -> CardPool:
+        """Starts the workers and returns when they can run steps.
+
+        `tiers` says which experts lie on the card (None: all); for the others there are so many CPU-expert
+        `processes`. `progress(stage, done, total)` is called with the stages "spawn", "compile", "load", "upload"
+        (bytes) and "card kernels". `workload` and `host_workload` name what makes the card's executor and the hosts'
+        stages. Raises ModelFileError and PlanError as the workers found them (no PyCUDA, driver, compiler or card;
+        memory that does not suffice), PlanError if the arena does not fit, WorkerLost.
+        """
+        runtime_files.sweep()
+        hand_offs = tiers.host_layers if tiers else ()
+        max_rows = max(prompt_block, slots)
+        max_out_rows = min(max_rows, max(slots, LOGITS_BYTES // (4 * program.vocabulary), 1))
+        rows, hosts = (min(max_rows, CARD_ROWS), processes) if hand_offs else (max_rows, 0)
+        shape = ArenaShape(context, slots, rows, min(rows, max_out_rows), hosts, cache_type, cards=1)
+        name = f"cards{next(_pool_numbers)}"
+        starts = worker_starts(model_path, shape, False, host_workload, hand_offs=hand_offs)
+        starts.append(card_start(model_path, shape, workload, card, hand_offs, tiers.text() if tiers else ""))
+        group = WorkerGroup(name, starts, quiet_seconds())
+        arena: Arena | None = None
+        try:
+            hellos = group.hellos(range(shape.ranks), progress)
+            lowered = lowered_of(hellos[0])
+            labels = hellos[0]["labels"]
+            arena = Arena.create(
+                f"{runtime_files.owner_name()}-{name}", ArenaLayout(host_part(program, hand_offs), shape, lowered)
+            )
+            if hosts:
+                group.compile(range(hosts), hellos[0]["kernels"], progress)
+                group.attach(range(hosts), arena, lowered, progress)
+            facts = group.attach([hosts], arena, lowered, progress)[hosts]["facts"]
+            pool = cls(group, arena, program, lowered, labels, (max_rows, max_out_rows))
+            pool._facts = {**facts, "expert_share_on_card": tiers.share if tiers else 1.0}
+        except BaseException:
+            group.end(0.0)
+            if arena is not None:
+                arena.unlink()
+                arena.close()
+            raise
+        try:
+            pool._runner.drill()
+        except BaseException:
+            pool.close()
+            raise
+        return pool
+
+    @property
+    def max_rows(self) -> int:
+        return self._max_rows
+
+    @property
+    def max_out_rows(self) -> int:
+        return self._max_out_rows
+
+    @property
+    def slots(self) -> int:
+        return self._shape.slots
+
+    @property
+    def context(self) -> int:
+        return self._shape.context
+
+    def step(self, rows: StepRows) -> StepResult:
+        """See StepExecutor. ValueError for rows that do not fit the pool and for a slot that cannot go on there."""
+        if not self._stepping:
+            self.announce()
+        seconds, done = 0.0, 0
+        try:
+            check_rows(rows, self, self._program.vocabulary)
+            for part in _groups(rows, self._shape.max_rows):
+                if self._aborted:
+                    raise StepAborted(f"aborted before row {part.positions[0]}")
+                seconds += self._runner.step(part, partial(self._states.reach.begin, part))
+                wanted = len(part.out_rows)
+                if self._results is not self._shared:
+                    for kept, shared in zip(self._results, self._shared, strict=True):
+                        kept[done : done + wanted] = shared[:wanted]
+                done += wanted
+        finally:
+            with self._runner.announced():
+                self._stepping = False
+        logits, greedy, *hidden = (array[:done] for array in self._results)
+        return StepResult(logits, greedy, seconds, hidden[0] if hidden else None)
+
+    def announce(self) -> None:
+        self._stepping, self._aborted = True, False
+        self._runner.announce()
+
+    def abort(self) -> None:
+        self._aborted = self._stepping
+        self._runner.abort()
+
+    def continuable(self, slot: int) -> range:
+        return self._states.reach.continuable(slot)
+
+    def copy_prefix(self, source: int, target: int, positions: int) -> None:
+        with self._runner.errand():
+            self._states.copy_prefix(source, target, positions)
+
+    def snapshot(self, slot: int, positions: int, reach: int = 0) -> StateSnapshot:
+        with self._runner.errand():
+            return self._states.snapshot(slot, positions, reach)
+
+    def snapshot_bytes(self, positions: int, reach: int = 0) -> int:
+        return self._states.snapshot_bytes(positions, reach)
+
+    def restore(self, slot: int, snapshot: StateSnapshot, positions: int | None = None) -> None:
+        with self._runner.errand():
+            self._states.restore(slot, snapshot, positions)
+
+    def recover(self) -> None:
+        self._runner.recover(self._replace_dead)
+
+    def _replace_dead(self) -> int:
+        replaced = self._group.replace_dead(self._arena, self._lowered)
+        if self._card in replaced:
+            self._states.reach.forget()
+        return len(replaced)
+
+    def statistics(self) -> dict[str, Any]:
+        return {"executor": "card", "processes": self._shape.processes, **self._facts, **self._runner.statistics()}
+
+    def close(self) -> None:
+        if self._runner.close():
+            atexit.unregister(self.close)
+
+
+def _groups(rows: StepRows, most: int) -> Iterator[StepRows]:
+    """The step in groups of so many rows, in order; the wanted rows of each are counted from its own first."""
+    for first in range(0, len(rows.tokens), most):
+        part = slice(first, first + most)
+        wanted = rows.out_rows[(rows.out_rows >= first) & (rows.out_rows < first + most)] - np.int32(first)
+        yield StepRows(rows.tokens[part], rows.slots[part], rows.positions[part], wanted)
+
+
+def card_start(
+    model_path: str, shape: ArenaShape, workload: str, card: int, hand_offs: tuple[int, ...], tiers: str
+) -> CardStart:
+    """The start of the worker of a card: not pinned, the last of the ranks."""
+    return CardStart(
+        rank=shape.processes,
+        generation=0,
+        endpoint="",
+        owner=runtime_files.owner_name(),
+        parent=os.getpid(),
+        model=model_path,
+        shape=shape,
+        cpu=-1,
+        spins=0,
+        idle_ns=IDLE_SPIN_NS,
+        deadline_ns=int(1e9 * stall_seconds()),
+        time_stages=False,
+        workload=workload,
+        taps=(),
+        target="",
+        keep_choices=False,
+        hand_offs=hand_offs,
+        hand_off_ns=hand_off_ns(),
+        card=card,
+        tiers=tiers,
+    )
