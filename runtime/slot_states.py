@@ -82,14 +82,14 @@ class SlotStates:
 
     def copy_prefix(self, source: int, target: int, positions: int) -> None:
         """The first `positions` positions of one slot become another's. ValueError where they are not whole."""
-        self._check(positions, source, target)
+        self._check(source, target)
         self.reach.require(source, positions)
         self._store.copy(source, target, positions)
         self.reach.restored(target, positions)
 
     def snapshot(self, slot: int, positions: int, reach: int = 0) -> StateSnapshot:
         """A copy of what the slot's first `positions` positions leave behind. ValueError where that is not whole."""
-        self._check(positions, slot)
+        self._check(slot)
         self.reach.require(slot, positions)
         if reach and positions - reach not in self.reach.continuable(slot):
             raise ValueError(f"slot {slot} cannot go on at position {positions - reach}")
@@ -109,10 +109,12 @@ class SlotStates:
         """The slot goes on at `positions`, or as far before as the snapshot and its own rings reach. ValueError, and
         nothing changed, for a snapshot of other states or one that does not reach there."""
         positions = snapshot.positions if positions is None else positions
-        self._check(positions, slot)
+        self._check(slot)
         first = snapshot.positions - snapshot.reach
         if not first <= positions <= snapshot.positions:
             raise ValueError(f"the snapshot goes on at {first} to {snapshot.positions}, not at {positions}")
+        if snapshot.positions > self._context:
+            raise ValueError(f"slot {slot} has no {snapshot.positions} positions")
         for state in self._states.values():
             expected = (len(state.reaching(first, snapshot.positions)), state.width)
             stored, dtype = snapshot.rows.get(state.name), self._store.dtype(state.name)
@@ -125,9 +127,7 @@ class SlotStates:
             self._store.write(name, slot, wanted, snapshot.rows[name][done : done + len(wanted)])
         self.reach.restored(slot, positions, begin)
 
-    def _check(self, positions: int, *slots: int) -> None:
+    def _check(self, *slots: int) -> None:
         for slot in slots:
             if not 0 <= slot < self._slots:
                 raise ValueError(f"there is no slot {slot}, only 0 to {self._slots - 1}")
-        if not 0 <= positions <= self._context:
-            raise ValueError(f"a slot has no {positions} positions, only {self._context}")

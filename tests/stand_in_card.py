@@ -1,7 +1,7 @@
 """A card worker's workload without a card: the NumPy reference computes, all around it is the real worker process.
 
 $STAND_IN is what goes wrong: `refuse` fails as a machine without a card does, `crash:N` ends the process with a
-message at step N, `slow` takes 20 ms an op, `stuck:N` never sends the first hand-off of step N.
+message at step N, `slow` takes 40 ms an op, `stuck:N` never sends the first hand-off of step N.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class StandInExecutor(ReferenceExecutor):
 
     def _execute(self, op: Op, rows: StepRows) -> None:
         if self._slow:
-            time.sleep(0.02)
+            time.sleep(0.04)
         self._aborted = self._is_cut()
         match op:
             case HandOffSend():

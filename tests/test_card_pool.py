@@ -138,14 +138,14 @@ def test_an_abort_ends_the_step_at_a_boundary_and_no_other(
     program: Program, logits: np.ndarray[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STAND_IN", "slow")
-    pool = start(program)  # a second and more a step
+    pool = start(program)  # two seconds and more a step
     try:
         for _ in range(2):
             begun = time.monotonic()
             threading.Timer(0.1, pool.abort).start()
             with pytest.raises(StepAborted):
                 pool.step(rows_of(TOKENS[:8]))
-            assert 0.09 < time.monotonic() - begun < 0.5
+            assert 0.09 < time.monotonic() - begun < 1.2
         pool.abort()  # nothing runs
         assert pool.statistics()["aborted"] == 2
         assert (pool.step(rows_of(TOKENS[:8])).logits == logits[:8]).all()

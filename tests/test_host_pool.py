@@ -155,7 +155,7 @@ def test_an_abort_of_an_announced_step_is_not_lost() -> None:
         with pytest.raises(ValueError, match="outside"):
             pool.step(make_rows(rng, 1, slot=99))
         pool.abort()  # the announced step did not come: nothing runs
-        pool._drill()
+        pool._runner.drill()
         assert pool.statistics()["aborted"] == 3
     finally:
         pool.close()

@@ -191,6 +191,7 @@ class Stored:
     def __init__(self, spare: int = SPARE) -> None:
         rows = {state.name: np.full((2, state.rows(64, spare), 1), -1.0) for state in STATES}
         named = {state.name: state for state in STATES}
+        self.rows = rows
         self.states = SlotStates(named, rows, slots=2, context=64, spare=spare)
 
     def run(self, first: int, end: int) -> None:
@@ -200,11 +201,11 @@ class Stored:
             for state in STATES:
                 written = state.live(stop).stop
                 for row in range(state.live(start).stop, written):
-                    self.states.arrays[state.name][0, row % self.states.arrays[state.name].shape[1]] = row
+                    self.rows[state.name][0, row % self.rows[state.name].shape[1]] = row
 
     def holds(self, slot: int, position: int) -> bool:
         """Whether everything is there that going on at a position reads."""
-        arrays = self.states.arrays
+        arrays = self.rows
         return all(
             arrays[state.name][slot, row % arrays[state.name].shape[1], 0] == row
             for state in STATES
