@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from bloomery.gpu_worker.lowering import WEIGHT_TYPES
+from bloomery.gpu_worker.products import WEIGHT_TYPES
 from bloomery.runtime.errors import PlanError
 
 KERNELS: Final = Path(__file__).parent / "kernels"

@@ -1,7 +1,8 @@
 """Fusions: which neighbouring ops become one launch, since every launch costs about a microsecond.
 
-Owns the patterns: a residual sum, the norm after it and the rounding of its result for the products that follow; and
-what happens to queries, keys and values between their projection and attention. It knows no kernel and no memory.
+Owns the patterns: a residual sum, the norm after it and the rounding of its result for the products that follow;
+what happens to queries, keys and values between their projection and attention; attention and the rounding of its
+result; a router and its product. It knows no kernel and no memory.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Final
 
 from bloomery.runtime.program import (
     Add,
+    Attention,
     CacheWrite,
     MatMul,
     Op,
@@ -19,6 +21,7 @@ from bloomery.runtime.program import (
     RmsNorm,
     Rope,
     RoutedExperts,
+    Router,
     View,
     op_views,
 )
@@ -39,6 +42,35 @@ class AddNorm:
     @property
     def name(self) -> str:
         return f"{self.add.name} & {self.norm.name}" if self.add else self.norm.name
+
+
+@dataclass(frozen=True)
+class Attended:
+    """Attention; `readers` are the weights whose products take its result, as one head, next."""
+
+    attention: Attention
+    readers: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.attention.name
+
+    @property
+    def whole(self) -> View:
+        out = self.attention.out
+        return View(out.buffer, out.start, out.elements) if out.contiguous else out
+
+
+@dataclass(frozen=True)
+class Routed:
+    """A router and the product that makes its scores."""
+
+    product: MatMul
+    router: Router
+
+    @property
+    def name(self) -> str:
+        return f"{self.product.name} & {self.router.name}"
 
 
 @dataclass
@@ -114,7 +146,7 @@ def _same_turn(first: Rope | None, second: Rope) -> bool:
     return first is None or turn(first) == turn(second)
 
 
-def fused(program: Program) -> Iterator[Op | AddNorm | HeadRun]:
+def fused(program: Program) -> Iterator[Op | AddNorm | HeadRun | Attended | Routed]:
     """The program's ops in order, neighbours that can be one launch put together."""
     ops, at = program.ops, 0
     while at < len(ops):
@@ -128,8 +160,16 @@ def fused(program: Program) -> Iterator[Op | AddNorm | HeadRun]:
             yield sum_and_norm
             end = at + (2 if sum_and_norm.add else 1)
         else:
-            yield ops[at]
-            end = at + 1
+            op, end = ops[at], at + 1
+            after = ops[end] if end < len(ops) else None
+            if isinstance(op, MatMul) and isinstance(after, Router) and op.outs == (after.logits,):
+                yield Routed(op, after)
+                end += 1
+            elif isinstance(op, Attention):
+                attended = Attended(op, ())
+                yield Attended(op, tuple(_readers(ops[at + 1 :], attended.whole)))
+            else:
+                yield op
         at = end
 
 

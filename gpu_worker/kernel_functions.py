@@ -19,7 +19,7 @@ from bloomery.gpu_worker.launches import KernelName, Launch
 _PROGRAMMATIC_SERIALISATION = 6
 _BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0
 _MOST_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_SHARED_ANYWAY = 48 << 10
+_SHARED_ANYWAY = 0  # a kernel's own shared memory counts, too
 
 
 class _Attribute(ctypes.Structure):

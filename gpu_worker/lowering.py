@@ -10,16 +10,28 @@ Scratch names: `activations:FORM` (the input of a product), `hidden:FORM` (that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from bloomery.gpu_worker.fusions import MOST_JOBS, AddNorm, HeadRun, fused
+from bloomery.gpu_worker.fusions import MOST_JOBS, AddNorm, Attended, HeadRun, Routed, fused
 from bloomery.gpu_worker.hand_off_lowering import lower_hand_off
 from bloomery.gpu_worker.launches import MAX_ROWS, CardContext, KernelName, Launch, float_word
+from bloomery.gpu_worker.products import (
+    FLOAT_TYPES,
+    JOBS,
+    SUPER_TYPES,
+    USE_HOST,
+    Activations,
+    Job,
+    activation_form,
+    aligned,
+    blocks,
+    check_types,
+    job_words,
+    ring_bytes,
+)
 from bloomery.runtime.errors import PlanError
-from bloomery.runtime.model_file import Tensor
 from bloomery.runtime.ops_hand_off import HandOffReceive, HandOffSend
 from bloomery.runtime.program import (
     Add,
@@ -40,59 +52,19 @@ from bloomery.runtime.program import (
     SwiGlu,
     View,
     op_views,
-    op_weights,
 )
 
-SUPER_TYPES: Final = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
-SMALL_TYPES: Final = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")
-FLOAT_TYPES: Final = ("F32", "F16", "BF16")
-WEIGHT_TYPES: Final = (*FLOAT_TYPES, *SMALL_TYPES, *SUPER_TYPES)
-
 _WARPS: Final = 4  # of a block of products.cuh
-_JOBS: Final = 4
-_JOB_WORDS: Final = 5
 _SPLIT: Final = 64  # positions; attention.cu
 _DEPTH: Final = 64
 _WALKERS_EACH: Final = 3
 _HEAD_JOB_WORDS: Final = 11
 _HEADS: Final = 8
 _ARGMAX_PARTS: Final = 64
+_MOST_USED: Final = 16
+_CLOSERS_EACH: Final = 2
 _BLOCKS_EACH: Final = 8
 """Blocks of a product that a multiprocessor holds; more would wait for their turn with empty rings."""
-_USE_HOST: Final = "run it with --plan cpu"
-
-
-@dataclass(frozen=True)
-class Activations:
-    """Where the input of a product lies in the form that its weights want; `stride` in bytes, of both arrays.
-
-    A head of n elements takes n * value_bytes bytes of `values` and n // 32 * 8 of `scales`.
-    """
-
-    values: int
-    scales: int
-    stride: int
-    value_bytes: int
-
-
-@dataclass(frozen=True)
-class Job:
-    """One weight of a product: its address, bias address or 0, output address, outputs, output stride in floats."""
-
-    weights: int
-    bias: int
-    out: int
-    outputs: int
-    out_stride: int
-
-
-def activation_form(quant_type: str) -> str:
-    """Form of the activations that meet weights of this type: "F32", "F16", "BF16", "Q8_0", "Q8_1" or "Q8_K"."""
-    if quant_type in FLOAT_TYPES:
-        return quant_type
-    if quant_type in SUPER_TYPES:
-        return "Q8_K"
-    return "Q8_1" if quant_type in ("Q4_1", "Q5_1") else "Q8_0"
 
 
 def lower(program: Program, context: CardContext, rows: int, out_rows: int) -> list[Launch]:
@@ -100,25 +72,6 @@ def lower(program: Program, context: CardContext, rows: int, out_rows: int) -> l
     assert 0 < rows <= MAX_ROWS and 0 <= out_rows <= MAX_ROWS
     check_types(program)
     return Lowering(program, context, rows, out_rows).launches()
-
-
-def check_types(program: Program) -> None:
-    """Raises PlanError naming tensor and type where there is no kernel."""
-    for op in program.ops:
-        for name in op_weights(op):
-            _check_type(program.weights[name], op)
-
-
-def _check_type(tensor: Tensor, op: Op) -> None:
-    name = tensor.quant_type.name
-    only_f32 = isinstance(op, RmsNorm | Router)
-    if name not in WEIGHT_TYPES or (only_f32 and name != "F32"):
-        expected = "F32" if only_f32 else ", ".join(WEIGHT_TYPES)
-        raise PlanError(
-            f"{tensor.path}: tensor {tensor.name} of op {op.name} has type {name}, for which the card executor has no"
-            f" kernel (expected {expected})",
-            _USE_HOST,
-        )
 
 
 class Lowering:
@@ -142,6 +95,11 @@ class Lowering:
                     self._add_norm(op)
                 case HeadRun():
                     self._head_run(op)
+                case Routed():
+                    self._routed(op)
+                case Attended():
+                    self._forget({op.attention.out.buffer})
+                    self._attention(op)
                 case _:
                     self._lower(op)
                     self._forget({view.buffer for view, writes in op_views(op) if writes})
@@ -184,8 +142,6 @@ class Lowering:
                 self._each("copy_heads", op.out, *from_one, *self._heads(op.out), op.out.width, op.out.elements)
             case CacheWrite():
                 self._cache_write(op)
-            case Attention():
-                self._attention(op)
             case Router():
                 self._router(op)
             case RoutedExperts():
@@ -205,7 +161,7 @@ class Lowering:
                 lower_hand_off(self, op)
             case _:
                 raise PlanError(
-                    f"{self.program.architecture}: op {op.name} ({type(op).__name__}) has no card kernel yet", _USE_HOST
+                    f"{self.program.architecture}: op {op.name} ({type(op).__name__}) has no card kernel yet", USE_HOST
                 )
 
     # ---- what views and tensors mean to kernels
@@ -229,7 +185,7 @@ class Lowering:
 
     def _each(self, function: str, out: View, *words: int) -> None:
         """A kernel that touches each element of `out` once."""
-        self.emit("elementwise", function, (_blocks(out.elements, 256), self._count(out)), 256, *words)
+        self.emit("elementwise", function, (blocks(out.elements, 256), self._count(out)), 256, *words)
 
     def _weight(self, name: str, inputs: int, outputs: int, matrices: int = 1) -> tuple[int, str, int]:
         """(address, type, bytes of a row) of a weight, which must have this shape."""
@@ -252,14 +208,14 @@ class Lowering:
     def _embed(self, op: EmbedRows) -> None:
         outputs = self.program.weights[op.weight].shape[1]
         address, kind, row_bytes = self._weight(op.weight, op.out.elements, outputs)
-        grid = (_blocks(_blocks(op.out.elements, 32), 64), self._count(op.out))
+        grid = (blocks(blocks(op.out.elements, 32), 64), self._count(op.out))
         words = (address, row_bytes, op.out.elements, self.step.tokens, *self._row(op.out))
         self.emit("matmul", "embed", grid, 64, *words, kind=kind)
 
     def _norm(self, op: RmsNorm) -> None:
         weight, _, _ = self._weight(op.weight, op.x.width, 1)
         words = (*self._heads(op.x), *self._heads(op.out), weight, op.x.width, float_word(op.epsilon))
-        threads = min(512, 32 * _blocks(op.x.width, 128))
+        threads = min(512, 32 * blocks(op.x.width, 128))
         self.emit("norm_rope", "rms_norm", (op.x.count, self._count(op.x)), threads, *words)
 
     def _add_norm(self, op: AddNorm) -> None:
@@ -326,22 +282,22 @@ class Lowering:
         made = self._place(form, scratch, elements, max_rows)
         if form in FLOAT_TYPES:
             kind = {"F32": 0, "F16": 1, "BF16": 2}[form]
-            grid = (_blocks(elements, 256), rows)
+            grid = (blocks(elements, 256), rows)
             self.emit("activations", "round_floats", grid, 256, *words, elements, made.values, made.stride // 4, kind)
             return made
         out = (elements, made.values, made.scales, made.stride)
         if form == "Q8_K":
-            self.emit("activations", "quantise_Q8_K", (_blocks(elements, 1024), rows), 128, *words, *out)
+            self.emit("activations", "quantise_Q8_K", (blocks(elements, 1024), rows), 128, *words, *out)
         else:
             weighted = int(form == "Q8_1")
-            self.emit("activations", "quantise_Q8_0", (_blocks(elements, 128), rows), 128, *words, *out, weighted)
+            self.emit("activations", "quantise_Q8_0", (blocks(elements, 128), rows), 128, *words, *out, weighted)
         return made
 
     def _place(self, form: str, scratch: str, elements: int, max_rows: int) -> Activations:
         """Where rows of so many elements lie in a form."""
         value_bytes = 4 if form in FLOAT_TYPES else 1
-        scales_at = _aligned(value_bytes * elements)
-        stride = scales_at if form in FLOAT_TYPES else scales_at + _aligned(elements // 32 * 8)
+        scales_at = aligned(value_bytes * elements)
+        stride = scales_at if form in FLOAT_TYPES else scales_at + aligned(elements // 32 * 8)
         values = self.context.scratch(scratch, max_rows * stride)
         return Activations(values, values + scales_at, stride, value_bytes)
 
@@ -354,15 +310,15 @@ class Lowering:
             by_type.setdefault((kind, row_bytes), []).append(job)
         for (kind, row_bytes), jobs in by_type.items():
             x = self._form(activation_form(kind), op.x)
-            for first in range(0, len(jobs), _JOBS):
-                self._multiply(kind, x, self._count(op.x), op.x.elements, row_bytes, jobs[first : first + _JOBS])
+            for first in range(0, len(jobs), JOBS):
+                self._multiply(kind, x, self._count(op.x), op.x.elements, row_bytes, jobs[first : first + JOBS])
 
     def _bias(self, name: str | None, outputs: int) -> int:
         if name is None:
             return 0
         address, kind, _ = self._weight(name, outputs, 1)
         if kind != "F32":
-            raise PlanError(f"bias {name} of op {self.label} has type {kind}, expected F32", _USE_HOST)
+            raise PlanError(f"bias {name} of op {self.label} has type {kind}, expected F32", USE_HOST)
         return address
 
     def _multiply(
@@ -385,8 +341,8 @@ class Lowering:
     def _warp_blocks(self, kind: str, jobs: list[Job], sets: int) -> int:
         together = 1 if kind in FLOAT_TYPES else 2
         outputs = max(job.outputs for job in jobs)
-        most = max(1, _blocks(self.context.multiprocessors * _BLOCKS_EACH, sets))
-        return min(_blocks(outputs, _WARPS * together), most)
+        most = max(1, blocks(self.context.multiprocessors * _BLOCKS_EACH, sets))
+        return min(blocks(outputs, _WARPS * together), most)
 
     def _head_matmul(self, op: HeadMatMul) -> None:
         address, kind, row_bytes = self._weight(op.weight, op.x.width, op.out.width, op.x.count)
@@ -404,7 +360,7 @@ class Lowering:
             self.tables[key] = self.context.scratch(name, self._room(op.x) * pairs * 8)
             frequencies = self.context.constant(name, np.asarray(op.frequencies, np.float64))
             made = (self.tables[key], pairs, frequencies, float_word(op.magnitude))
-            grid = (_blocks(pairs, 64), self._count(op.x))
+            grid = (blocks(pairs, 64), self._count(op.x))
             self.emit("norm_rope", "rope_table", grid, 64, *made, self.step.positions, op.behind)
         return self.tables[key]
 
@@ -425,57 +381,115 @@ class Lowering:
         words = (step.slots, step.positions, *self._heads(op.x), op.x.width, op.x.elements, *self._state_words(op))
         self._each(f"cache_write_{self.context.cache_type}", op.x, *words)
 
-    def _attention(self, op: Attention) -> None:
-        self._attend(op, 0, self._count(op.q), MAX_ROWS)
+    def _attention(self, op: Attended) -> None:
+        attention, rows = op.attention, self._count(op.attention.q)
+        made = None
+        kinds = {self.program.weights[name].quant_type.name for name in op.readers}
+        if kinds & set(SUPER_TYPES) and attention.value_width == 128 and attention.q.count % 2 == 0:
+            made = self._place("Q8_K", "activations:Q8_K", op.whole.elements, MAX_ROWS)
+            self.formed["Q8_K"] = op.whole, made
+        self._attend(attention, 0, rows, MAX_ROWS, made)
 
-    def _attend(self, op: Attention, first: int, rows: int, room: int) -> None:
-        """Attention of so many rows from `first` on, with scratch for `room` rows."""
+    def _attend(self, op: Attention, first: int, rows: int, room: int, rounded: Activations | None = None) -> None:
+        """Attention of so many rows from `first` on, with scratch for `room` rows; also `rounded` to Q8_K."""
         heads = op.q.count
-        splits = _blocks(self.context.context, _SPLIT)
+        splits = blocks(self.context.context, _SPLIT)
         parts = self.context.scratch("parts", room * heads * splits * op.value_width * 4)
         extremes = self.context.scratch("extremes", room * heads * splits * 8)
-        sets = op.kv_heads * _blocks(heads // op.kv_heads, _HEADS)
-        walkers = min(splits, max(1, _blocks(_WALKERS_EACH * self.context.multiprocessors, sets * rows)))
+        sets = op.kv_heads * blocks(heads // op.kv_heads, _HEADS)
+        walkers = min(splits, max(1, blocks(_WALKERS_EACH * self.context.multiprocessors, sets * rows)))
         caches = (self.context.state(op.keys), self.context.state(op.values))
         places = [word for cache in caches for word in (cache.address, cache.slot_stride, cache.row_stride)]
         even = all(n % 8 == 0 for n in (op.key_width, op.value_width, *(cache.row_stride for cache in caches)))
         name = f"attend_{self.context.cache_type}" + ("" if even else "_odd")
-        shared = 4 * _HEADS * _blocks(op.key_width, _DEPTH) * _DEPTH
+        shared = 4 * _HEADS * blocks(op.key_width, _DEPTH) * _DEPTH
         (q, q_row, q_head), (out, out_row, out_head) = self._heads(op.q), self._heads(op.out)
         slots, positions = self.step.slots + 4 * first, self.step.positions + 4 * first
         widths = (heads, op.kv_heads, op.key_width, op.value_width, float_word(op.scale), splits, parts, extremes)
         words = (slots, positions, q + 4 * first * q_row, q_row, q_head, *places, *widths)
         self.emit("attention", name, (walkers, sets, rows), 128, *words, shared=shared)
         target = (out + 4 * first * out_row, out_row, out_head)
+        if rounded:
+            words = (positions, parts, extremes, heads, splits, *target)
+            made = (rounded.values, rounded.scales, rounded.stride)
+            self.emit("attention", "attend_join_q8_k", (heads // 2, rows), 1024, *words, *made)
+            return
         join = (positions, parts, extremes, heads, op.value_width, splits, *target)
         self.emit("attention", "attend_join", (heads, rows), 1024, *join)
 
     def _router(self, op: Router) -> None:
+        words = (*self._row(op.logits), *self._row(op.ids), *self._row(op.mix), *self._choice(op))
+        shared = 4 * (2 * op.logits.elements + op.groups)
+        self.emit("choices", "router", (self._count(op.logits),), 32, *words, shared=shared)
+
+    def _choice(self, op: Router) -> tuple[int, ...]:
         experts, used = op.logits.elements, op.ids.elements
         bias = 0 if op.bias is None else self._weight(op.bias, experts, 1)[0]
         choice = (int(op.gating == "sigmoid"), int(op.normalise), float_word(op.scale), op.groups, op.groups_used)
-        words = (*self._row(op.logits), *self._row(op.ids), *self._row(op.mix), bias, experts, used, *choice)
-        shared = 4 * (2 * experts + op.groups)
-        self.emit("choices", "router", (self._count(op.logits),), 32, *words, shared=shared)
+        return bias, experts, used, *choice
+
+    def _routed(self, op: Routed) -> None:
+        """The router and its product in one launch, if the product is an f32 one of few rows."""
+        product, router = op.product, op.router
+        x, rows, width = product.x, self._count(product.x), product.x.elements
+        experts = router.logits.elements
+        weights, kind, row_bytes = self._weight(product.weights[0], width, experts)
+        address, x_row = self._row(x)
+        if kind != "F32" or product.biases[0] or rows > MAX_ROWS or (width | x_row) % 4 or address % 16:
+            for part in (product, router):
+                self.label = part.name
+                self._lower(part)
+                self._forget({view.buffer for view, writes in op_views(part) if writes})
+            return
+        ended = self.context.constant("routers that ended", np.zeros(MAX_ROWS, np.int32))
+        words = (weights, row_bytes, width, address, 4 * x_row, *self._row(router.logits), *self._row(router.ids))
+        shared = 4 * (2 * experts + router.groups)
+        grid = (blocks(experts, _WARPS), rows)
+        more = (*self._row(router.mix), *self._choice(router), ended)
+        self.emit("matmul", "route", grid, 32 * _WARPS, *words, *more, kind=kind, shared=shared)
+        self._forget({view.buffer for part in (product, router) for view, writes in op_views(part) if writes})
 
     def _routed_experts(self, op: RoutedExperts) -> None:
-        """Products of every item (row and rank) with its expert's gate and up, silu, down, and the sum by ranks."""
+        """Two launches where the types allow it, else products of every item (row and rank) with its expert's gate and
+        up, silu, down, and the sum by ranks."""
         rows, used, inputs = self._count(op.x), op.ids.elements, op.x.elements
         hidden, experts = self.program.weights[op.gate].shape[1:]
         items = self._room(op.x) * used
+        kinds = [self.program.weights[name].quant_type.name for name in (op.gate, op.up, op.down)]
+        if kinds[0] == kinds[1] not in FLOAT_TYPES and kinds[2] in SUPER_TYPES and used <= _MOST_USED:
+            return self._open_and_close(op, rows, hidden, experts)
         gate, up = (self.context.scratch(name, items * hidden * 4) for name in ("gate", "up"))
         jobs = [(op.gate, Job(0, 0, gate, hidden, hidden)), (op.up, Job(0, 0, up, hidden, hidden))]
-        kinds = {self.program.weights[name].quant_type.name for name, _ in jobs}
-        for some in [jobs] if len(kinds) == 1 else [jobs[:1], jobs[1:]]:
+        for some in [jobs] if kinds[0] == kinds[1] else [jobs[:1], jobs[1:]]:
             x = self._form(activation_form(self.program.weights[some[0][0]].quant_type.name), op.x)
             self._experts(op, x, inputs, experts, some, of_each_item=False)
-        form = activation_form(self.program.weights[op.down].quant_type.name)
+        form = activation_form(kinds[2])
         source = (gate, up, hidden, hidden, hidden, float_word(op.limit))
         opened = self._make_form(form, f"hidden:{form}", source, hidden, rows * used, items)
         parts = self.context.scratch("experts", items * op.out.elements * 4)
         down = (op.down, Job(0, 0, parts, op.out.elements, op.out.elements))
         self._experts(op, opened, hidden, experts, [down], of_each_item=True)
         self._each("experts_sum", op.out, parts, *self._row(op.mix), used, *self._row(op.out), op.out.elements)
+
+    def _open_and_close(self, op: RoutedExperts, rows: int, hidden: int, experts: int) -> None:
+        """silu(gate) * up of every item; then down's products, their inputs rounded and their sums formed meanwhile."""
+        used, inputs, outputs = op.ids.elements, op.x.elements, op.out.elements
+        ids, slots = self._row(op.ids), self.context.slot_map(op.gate)
+        gate, kind, row_bytes = self._weight(op.gate, inputs, hidden, experts)
+        up = self._weight(op.up, inputs, hidden, experts)[0]
+        x = self._form(activation_form(kind), op.x)
+        opened = self.context.scratch("gate", self._room(op.x) * used * hidden * 4)
+        job = Job(0, 0, 0, 2 * hidden, 0)  # as many warps as rows of both
+        grid = (self._warp_blocks(kind, [job], max(1, rows * used)), rows * used)
+        words = (gate, up, opened, hidden, hidden, x.values, x.scales, x.stride, *ids, used, slots, inputs, row_bytes)
+        self.emit("matmul", "open_experts", grid, 32 * _WARPS, *words, float_word(op.limit), kind=kind)
+        down, kind, row_bytes = self._weight(op.down, hidden, outputs, experts)
+        pairs = blocks(outputs, 2)
+        closers = min(pairs, max(1, blocks(_CLOSERS_EACH * self.context.multiprocessors, rows or 1)))
+        source = (down, *self._row(op.out), outputs, opened, hidden, *ids, *self._row(op.mix), used, slots, hidden)
+        shared = used * (ring_bytes(self.program.weights[op.down]) + hidden // 4 * 5 + 8 * blocks(pairs, closers))
+        grid = (closers, rows)
+        self.emit("matmul", "close_experts", grid, 32 * used, *source, row_bytes, kind=kind, shared=shared)
 
     def _experts(
         self,
@@ -500,20 +514,7 @@ class Lowering:
     def _argmax(self, op: Argmax) -> None:
         x, x_row = self._row(op.x)
         rows = self._count(op.x)
-        parts = min(_ARGMAX_PARTS, _blocks(op.x.elements, 256))
+        parts = min(_ARGMAX_PARTS, blocks(op.x.elements, 256))
         best = self.context.scratch("best", self._room(op.x) * _ARGMAX_PARTS * 8)
         self.emit("choices", "argmax_parts", (parts, rows), 256, x, x_row, op.x.elements, best)
         self.emit("choices", "argmax_whole", (rows,), 32, best, parts, *self._row(op.out))
-
-
-def job_words(jobs: list[Job]) -> tuple[int, ...]:
-    words = tuple(w for job in jobs for w in (job.weights, job.bias, job.out, job.outputs, job.out_stride))
-    return words + (0,) * (_JOBS * _JOB_WORDS - len(words))
-
-
-def _blocks(elements: int, each: int) -> int:
-    return -(-elements // each)
-
-
-def _aligned(nbytes: int) -> int:
-    return _blocks(nbytes, 16) * 16

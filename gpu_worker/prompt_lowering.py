@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from bloomery.gpu_worker.fusions import AddNorm
+from bloomery.gpu_worker.fusions import AddNorm, Attended
 from bloomery.gpu_worker.launches import MAX_ROWS, CardContext, Launch, float_word
-from bloomery.gpu_worker.lowering import Job as WeightJob
-from bloomery.gpu_worker.lowering import Lowering, activation_form, check_types, job_words
+from bloomery.gpu_worker.lowering import Lowering
+from bloomery.gpu_worker.products import Job as WeightJob
+from bloomery.gpu_worker.products import activation_form, check_types, job_words
 from bloomery.runtime.program import Attention, HeadMatMul, MatMul, Program, RoutedExperts, View
 
 LEAST_ROWS: Final = 33
@@ -201,7 +202,8 @@ class _PromptLowering(Lowering):
             job = WeightJob(address, 0, out + 4 * first * out_row, op.out.width, out_row)
             self._multiply(kind, part, rows, op.x.width, row_bytes, [job], heads)
 
-    def _attention(self, op: Attention) -> None:
+    def _attention(self, fused: Attended) -> None:
+        op = fused.attention
         if self.context.cache_type != "f16" or (op.key_width, op.value_width) not in _FLASH:
             return self._attention_groups(op)
         rows, heads, step = self._count(op.q), op.q.count, self.step

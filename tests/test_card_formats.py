@@ -12,7 +12,7 @@ import pytest
 from gguf_bytes import random_blocks
 
 from bloomery.gpu_worker.compile_cache import KERNELS
-from bloomery.gpu_worker.lowering import SMALL_TYPES, SUPER_TYPES
+from bloomery.gpu_worker.products import SMALL_TYPES, SUPER_TYPES
 from bloomery.runtime.quant_types import QuantType
 
 SEED = 20261129

@@ -8,7 +8,7 @@ from card_stand import Bench, expected, f32, need_card, on_card, read, steps, te
 from kernel_references import FLOATS, float_weights, integer_parts, product, random_weights
 from numpy.typing import NDArray
 
-from bloomery.gpu_worker.lowering import WEIGHT_TYPES
+from bloomery.gpu_worker.products import WEIGHT_TYPES
 from bloomery.runtime.program import (
     Add,
     Argmax,

@@ -13,14 +13,15 @@ from oracle_data import QUANTISED, TINY, f32_file, quantised_file
 
 from bloomery.gpu_worker import compile_cache
 from bloomery.gpu_worker.launches import MAX_ROWS, Launch
-from bloomery.gpu_worker.lowering import WEIGHT_TYPES, lower
+from bloomery.gpu_worker.lowering import lower
+from bloomery.gpu_worker.products import WEIGHT_TYPES
 from bloomery.gpu_worker.prompt_lowering import lower_prompt
 from bloomery.runtime.architectures import build_program
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.program import Program
 
-STEP = ("Jobs", 20), ("Input", 6), ("Cache", 3), ("HeadJobs", 33)
+STEP = ("Jobs", 20), ("Input", 6), ("Cache", 3), ("HeadJobs", 33), ("Choice", 7)
 """Parameters that are structs of words, and of how many."""
 
 
@@ -97,7 +98,7 @@ def test_every_launched_op_is_waited_for_in_order() -> None:
 
 def test_types_without_a_kernel_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     program = program_of(quantised_file("qwen3moe-Q4_K_M"))
-    monkeypatch.setattr("bloomery.gpu_worker.lowering.WEIGHT_TYPES", ("F32", "Q4_K"))
+    monkeypatch.setattr("bloomery.gpu_worker.products.WEIGHT_TYPES", ("F32", "Q4_K"))
     with pytest.raises(PlanError, match=r"tensor blk\.\d\..* has type Q\d"):
         lower(program, NoCard(program), 1, 1)
 

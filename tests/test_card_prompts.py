@@ -17,7 +17,7 @@ from running import evaluate, greedy, rows_of
 from test_card_models import model_on_card
 
 from bloomery.gpu_worker.launches import MAX_ROWS
-from bloomery.gpu_worker.lowering import WEIGHT_TYPES
+from bloomery.gpu_worker.products import WEIGHT_TYPES
 from bloomery.runtime.divergence import kl_divergence
 from bloomery.runtime.program import Attention, CacheState, CacheWrite, HeadMatMul, MatMul, RoutedExperts, Router, View
 from bloomery.runtime.quant_types import QuantType
@@ -195,7 +195,7 @@ def test_models(name: str) -> None:
         mine, theirs = kl_divergence(exact, found), kl_divergence(exact, rounded)
         print(name, np.sort(mine)[[16, 24, 28, 31]], np.sort(theirs)[[16, 24, 28, 31]])
         # models of random weights fork where a router is undecided: some positions may lie anywhere
-        assert np.median(mine) <= np.median(theirs) / 4 and (mine <= theirs.mean()).mean() >= 3 / 4
+        assert np.median(mine) <= np.median(theirs) / 2 and (mine <= theirs.mean()).mean() >= 3 / 4
         half = len(tokens) // 2
         assert len(executor.step(rows_of(tokens[:half], out="none")).logits) == 0
         later = executor.step(rows_of(tokens[half:], start=half)).logits

@@ -2,7 +2,7 @@
 //
 // A split is SPLIT consecutive positions whatever the step; its softmax is relative to its own greatest score, and the
 // splits are joined in ascending order. So a row's result depends on its position only, not on the grid.
-#include "common.cuh"
+#include "q8_k.cuh"
 
 constexpr int SPLIT = 64;
 constexpr int HEADS = 8;     // query heads of one key head that a block takes together
@@ -167,54 +167,85 @@ ATTEND(f16, __half, true)
 ATTEND(f32_odd, float, false)
 ATTEND(f16_odd, __half, false)
 
-// Grid (heads, rows), JOINERS threads: out = sum of e^(m - M) parts / sum of e^(m - M) l over the splits seen. A team of
-// 128 threads takes every eighth split; teams are summed in their order.
+// out = sum of e^(m - M) parts / sum of e^(m - M) l over the splits seen. A team of 128 members takes every eighth split,
+// teams are summed in their order. JOINERS threads take TOGETHER heads; thread and head make out which.
 constexpr int TEAMS = 8;
 constexpr int JOINERS = 128 * TEAMS;
 constexpr int AT_ONCE = 512;  // elements of a head
+
+// Joins the head `which` of TOGETHER into shared or global memory at `out`. All threads of the block call it.
+template <int TOGETHER>
+DEVICE void join(int which, const float* parts, const float2* extremes, int count, int width, float* out, float* copy) {
+    constexpr int MINE = TEAMS / TOGETHER, MEMBERS = 128 * MINE, EACH = AT_ONCE / 128;
+    __shared__ float tops[JOINERS / 32];
+    __shared__ float sums[TOGETHER][TEAMS];
+    __shared__ float totals[TEAMS * TOGETHER][AT_ONCE / TOGETHER];
+    const int tid = threadIdx.x % MEMBERS, team = tid / 128, member = tid % 128;
+    float top = -INFINITY;
+    for (int s = tid; s < count; s += MEMBERS) top = fmaxf(top, extremes[s].x);
+#pragma unroll
+    for (int distance = 16; distance; distance >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
+    if ((tid & 31) == 0) tops[threadIdx.x / 32] = top;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < MEMBERS / 32; ++i) top = fmaxf(top, tops[which * (MEMBERS / 32) + i]);
+    for (int from = 0; from < width; from += AT_ONCE / TOGETHER) {
+        __syncthreads();
+#pragma unroll
+        for (int t = 0; t < TOGETHER; ++t) {  // a real team stands for TOGETHER of them
+            const int mine = team + t * MINE;
+            float total[EACH / TOGETHER] = {}, sum = 0.0f;
+#pragma unroll 4
+            for (int s = mine; s < count; s += TEAMS) {
+                const float2 extreme = extremes[s];
+                const float weight = expf(extreme.x - top);
+                sum = fmaf(weight, extreme.y, sum);
+#pragma unroll
+                for (int e = 0; e < EACH / TOGETHER; ++e) {
+                    const int v = from + e * 128 + member;
+                    if (v < width) total[e] = fmaf(weight, parts[s * width + v], total[e]);
+                }
+            }
+            if (member == 0) sums[which][mine] = sum;
+#pragma unroll
+            for (int e = 0; e < EACH / TOGETHER; ++e) totals[which * TEAMS + mine][e * 128 + member] = total[e];
+        }
+        __syncthreads();
+        for (int i = tid; i < AT_ONCE / TOGETHER && from + i < width; i += MEMBERS) {
+            float whole = 0.0f, weights = 0.0f;
+#pragma unroll
+            for (int t = 0; t < TEAMS; ++t) whole += totals[which * TEAMS + t][i], weights += sums[which][t];
+            out[from + i] = whole / weights;
+            if (copy) copy[from + i] = whole / weights;
+        }
+    }
+}
+
+// Grid (heads, rows), JOINERS threads.
 extern "C" __global__ void __launch_bounds__(JOINERS)
     attend_join(const int* positions, const float* parts, const float2* extremes, word heads, word value_width,
                 word splits, float* out, word out_row, word out_head) {
     begin();
-    __shared__ float tops[32];
-    __shared__ float sums[TEAMS];
-    __shared__ float totals[TEAMS][AT_ONCE];
-    constexpr int EACH = AT_ONCE / 128;
-    const int row = blockIdx.y, head = blockIdx.x, count = positions[row] / SPLIT + 1, tid = threadIdx.x;
-    const int team = tid / 128, member = tid % 128, width = int(value_width);
-    extremes += (row * heads + head) * splits, parts += (row * heads + head) * splits * value_width;
-    out += row * out_row + head * out_head;
-    float top = -INFINITY;
-    for (int s = tid; s < count; s += JOINERS) top = fmaxf(top, extremes[s].x);
-#pragma unroll
-    for (int distance = 16; distance; distance >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
-    if ((tid & 31) == 0) tops[tid / 32] = top;
+    const int row = blockIdx.y, head = blockIdx.x;
+    const word at = (row * heads + head) * splits;
+    join<1>(0, parts + at * value_width, extremes + at, positions[row] / SPLIT + 1, int(value_width),
+            out + row * out_row + head * out_head, nullptr);
+}
+
+// The same for values of 128 elements, and two heads' results as a block of Q8_K. Grid (heads / 2, rows).
+extern "C" __global__ void __launch_bounds__(JOINERS)
+    attend_join_q8_k(const int* positions, const float* parts, const float2* extremes, word heads, word splits, float* out,
+                     word out_row, word out_head, uint8_t* values, uint8_t* scales, word stride) {
+    begin();
+    __shared__ __align__(16) float both[256];
+    const int row = blockIdx.y, which = threadIdx.x / (JOINERS / 2), head = 2 * blockIdx.x + which;
+    const word at = (row * heads + head) * splits;
+    join<2>(which, parts + at * 128, extremes + at, positions[row] / SPLIT + 1, 128,
+            out + row * out_row + head * out_head, both + 128 * which);
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < 32; ++i) top = fmaxf(top, tops[i]);
-    for (int from = 0; from < width; from += AT_ONCE) {
-        float total[EACH] = {}, sum = 0.0f;
-#pragma unroll 4
-        for (int s = team; s < count; s += TEAMS) {
-            const float2 extreme = extremes[s];
-            const float weight = expf(extreme.x - top);
-            sum = fmaf(weight, extreme.y, sum);
-#pragma unroll
-            for (int e = 0; e < EACH; ++e) {
-                const int v = from + e * 128 + member;
-                if (v < width) total[e] = fmaf(weight, parts[s * value_width + v], total[e]);
-            }
-        }
-        __syncthreads();
-        if (member == 0) sums[team] = sum;
-#pragma unroll
-        for (int e = 0; e < EACH; ++e) totals[team][e * 128 + member] = total[e];
-        __syncthreads();
-        for (int i = tid; i < AT_ONCE && from + i < width; i += JOINERS) {
-            float whole = 0.0f, weights = 0.0f;
-#pragma unroll
-            for (int t = 0; t < TEAMS; ++t) whole += totals[t][i], weights += sums[t];
-            out[from + i] = whole / weights;
-        }
-    }
+    if (threadIdx.x >= 32) return;
+    const float4* source = reinterpret_cast<const float4*>(both + 8 * threadIdx.x);
+    const float4 a = source[0], b = source[1];
+    const float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    write_q8_k(v, values + row * stride + 256 * blockIdx.x, scales + row * stride + 64 * blockIdx.x);
 }

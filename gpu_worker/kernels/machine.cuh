@@ -27,6 +27,9 @@ DEVICE void await_previous() {
 }
 DEVICE void begin() { let_next_begin(), await_previous(); }
 
+// Brings the 128 bytes around an address to the second-level cache.
+DEVICE void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
 // 16 bytes from global to shared memory, past the first-level cache; zeros if not `present`.
 DEVICE void copy_async(void* to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from)

@@ -2,6 +2,8 @@
 //
 // All parameters are 8 bytes wide: pointers, `word` or double.
 #include "products.cuh"
+#include "q8_k.cuh"
+#include "router.cuh"
 
 typedef QUANT Quant;
 
@@ -70,6 +72,142 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
                        gridDim.x * WARPS, warp_ring(rings), [] {}, [&](int output, int, float sum) {
                            if ((threadIdx.x & 31) == 0) out[output] = sum;
                        });
+}
+
+// Grid (experts / WARPS, rows); dynamic shared memory 4 * (2 * experts + groups) bytes. The router's product and, by the
+// block that is the last to end, its choice. `ended`: a counter for each row, 0 before and after.
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    route(const uint8_t* weights, word row_bytes, word width, const uint8_t* values, word x_stride, float* logits,
+          word logits_row, int* ids, word ids_row, float* mix, word mix_row, const float* bias, Choice how,
+          unsigned* ended) {
+    DYNAMIC_SHARED(float, scores);
+    __shared__ bool last;
+    let_next_begin();
+    if constexpr (Quant::FORM == FORM_FLOAT) {
+        const int warp = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x & 31, row = blockIdx.y;
+        if (warp < how.experts)
+            for (int i = 128 * lane; i < row_bytes; i += 32 * 128) prefetch(weights + warp * row_bytes + i);
+        logits += row * logits_row;
+        const Activations x = {values + row * x_stride, nullptr, x_stride};
+        await_previous();
+        float_products<Quant, 1>(weights, row_bytes, int(how.experts), int(width), x, 1, warp, gridDim.x * WARPS,
+                                 [&](int output, int, float sum) {
+                                     if (lane == 0) logits[output] = sum;
+                                 });
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            last = atomicAdd(ended + row, 1u) == gridDim.x - 1;
+            if (last) ended[row] = 0;
+        }
+        __syncthreads();
+        if (!last || threadIdx.x >= 32) return;
+        __threadfence();
+        route_row(logits, ids + row * ids_row, mix + row * mix_row, bias, how, scores);
+    }
+}
+
+template <class Quant>
+DEVICE void open_items(const uint8_t* gate, const uint8_t* up, float* out, word outputs, const Activations& x, word width,
+                       word row_bytes, uint8_t* ring, float limit) {
+    if constexpr (Quant::FORM != FORM_FLOAT) {
+        const int first = blockIdx.x * WARPS + threadIdx.x / 32, step = gridDim.x * WARPS;
+        float opened = 0.0f;
+        products_of<Quant, 1>(
+            first < outputs ? (int(outputs) - first + step - 1) / step : 0, row_bytes, int(width), 1, ring,
+            [&](int set, int m) { return (m ? up : gate) + (first + set * step) * row_bytes; },
+            [&](int) -> const Activations& { return x; }, [] {},
+            [&](int set, int m, int, float sum) {
+                if (m == 0)
+                    opened = sum;
+                else if ((threadIdx.x & 31) == 0)
+                    out[first + set * step] = silu_times(opened, sum, limit);
+            });
+    }
+}
+
+// Grid (blocks of warps, items): silu(gate) * up of every item; a warp takes the same row of both. See `experts`.
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    open_experts(const uint8_t* gate, const uint8_t* up, float* out, word out_stride, word outputs, const uint8_t* values,
+                 const uint8_t* scales, word x_stride, const int* ids, word ids_stride, word used, const int* slots,
+                 word width, word row_bytes, double limit) {
+    __shared__ __align__(16) uint8_t rings[WARPS * ring_bytes<Quant>()];
+    await_previous();
+    let_next_begin();  // the next kernel may rely on everything before this one
+    const int item = blockIdx.y, row = item / int(used);
+    const int slot = slots[ids[row * ids_stride + item % int(used)]];
+    out += item * out_stride;
+    if (slot < 0) {
+        for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < outputs; i += gridDim.x * blockDim.x) out[i] = 0.0f;
+        return;
+    }
+    const word at = slot * row_bytes * outputs;
+    const Activations x = {values + row * x_stride, scales + row * x_stride, x_stride};
+    open_items<Quant>(gate + at, up + at, out, outputs, x, width, row_bytes, warp_ring(rings), float(limit));
+}
+
+constexpr int MOST_USED = 16;
+
+template <class Quant>
+DEVICE void close_item(const uint8_t* down, word outputs, uint8_t* hidden, word width, word row_bytes, uint8_t* ring,
+                       const float* opened, float* sums) {
+    if constexpr (Quant::FORM == FORM_Q8_K) {
+        const int pairs = int(outputs + 1) / 2, first = blockIdx.x, step = gridDim.x, lane = threadIdx.x & 31;
+        const Activations x = {hidden, hidden + width, 0};
+        auto quantise = [&] {
+            await_previous();
+            for (int at = 0; at < width; at += 256) {
+                const float4* source = reinterpret_cast<const float4*>(opened + at + 8 * lane);
+                const float4 low = source[0], high = source[1];
+                const float v[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+                write_q8_k(v, hidden + at, hidden + width + at / 32 * 8);
+            }
+            __syncwarp();
+        };
+        products_of<Quant, 1>(
+            (pairs - first + step - 1) / step, row_bytes, int(width), 1, ring,
+            [&](int set, int m) { return down + min(2 * (first + set * step) + m, int(outputs) - 1) * row_bytes; },
+            [&](int) -> const Activations& { return x; }, quantise,
+            [&](int set, int m, int, float sum) {
+                if (lane == 0) sums[2 * set + m] = sum;
+            });
+    }
+}
+
+// Grid (blocks that share the pairs of outputs, rows), a warp for each item of a row; dynamic shared memory: the warps'
+// rings, the items' hidden rows as Q8_K (width * 5 / 4 bytes), their sums. The hidden rows are f32 and rounded by every
+// block for itself; a row's items are summed by ranks, as experts_sum does.
+extern "C" __global__ void __launch_bounds__(32 * MOST_USED)
+    close_experts(const uint8_t* down, float* out, word out_stride, word outputs, const float* opened, word opened_stride,
+                  const int* ids, word ids_stride, const float* mix, word mix_stride, word used, const int* slots,
+                  word width, word row_bytes) {
+    DYNAMIC_SHARED(uint8_t, memory);
+    let_next_begin();
+    if constexpr (Quant::FORM == FORM_Q8_K) {
+        const int row = blockIdx.y, item = threadIdx.x / 32, pairs = int(outputs + 1) / 2;
+        const int each = 2 * ((pairs + int(gridDim.x) - 1) / int(gridDim.x));
+        uint8_t* hidden = memory + used * ring_bytes<Quant>();
+        float* sums = reinterpret_cast<float*>(hidden + used * (width / 4 * 5));
+        // the kernel before waited for the router's end before it let this one begin
+        const int slot = __ldcg(slots + __ldcg(ids + row * ids_stride + item));
+        if (slot < 0) {
+            await_previous();
+            for (int i = threadIdx.x & 31; i < each; i += 32) sums[item * each + i] = 0.0f;
+        } else {
+            close_item<Quant>(down + slot * row_bytes * outputs, outputs, hidden + item * (width / 4 * 5), width, row_bytes,
+                              memory + item * ring_bytes<Quant>(), opened + (row * used + item) * opened_stride,
+                              sums + item * each);
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < each; i += blockDim.x) {
+            const int output = 2 * (int(blockIdx.x) + i / 2 * int(gridDim.x)) + (i & 1);
+            if (output >= outputs) continue;
+            float total = 0.0f;
+            for (int a = 0; a < used; ++a)
+                total = __fadd_rn(total, __fmul_rn(mix[row * mix_stride + a], sums[a * each + i]));
+            out[row * out_stride + output] = total;
+        }
+    }
 }
 
 template <class Quant>

@@ -80,10 +80,21 @@ struct Activations {
     word stride;  // bytes between rows, of both
 };
 
-// One chunk of two weight rows against NR activation rows, quantised.
+// What a lane needs of one activation row for one chunk: the 32 values of its group, their scale and sums.
+struct LanePart {
+    int4 a, b;
+    int2 scales;
+};
+DEVICE LanePart lane_part(const Activations& x, word row, int group) {
+    return {*reinterpret_cast<const int4*>(x.values + row + 32 * group),
+            *reinterpret_cast<const int4*>(x.values + row + 32 * group + 16),
+            *reinterpret_cast<const int2*>(x.scales + row + 8 * group)};
+}
+
+// One chunk of two weight rows against NR activation rows, quantised; with one row its part was loaded before.
 template <class Quant, int NR>
-DEVICE void quantised_chunk(const uint8_t* const* slot, int chunk, int groups, const Activations& x, int rows,
-                            float (&total)[rows_together<Quant>()][NR]) {
+DEVICE void quantised_chunk(const uint8_t* const* slot, int chunk, int groups, const Activations& x, const LanePart& only,
+                            int rows, float (&total)[rows_together<Quant>()][NR]) {
     const int lane = threadIdx.x & 31, group = chunk * 32 + lane;
     if (group >= groups) return;
     constexpr int EACH = Quant::BLOCK / 32, PAIR = rows_together<Quant>();
@@ -92,13 +103,10 @@ DEVICE void quantised_chunk(const uint8_t* const* slot, int chunk, int groups, c
     for (int m = 0; m < PAIR; ++m) Quant::decode(slot[m] + lane / EACH * Quant::BYTES, lane % EACH, g[m]);
 #pragma unroll
     for (int r = 0; r < NR; ++r) {
-        const word row = x.stride * (NR == 1 || r < rows ? r : rows - 1);
-        const int4 a = *reinterpret_cast<const int4*>(x.values + row + 32 * group);
-        const int4 b = *reinterpret_cast<const int4*>(x.values + row + 32 * group + 16);
-        const int2 scales = *reinterpret_cast<const int2*>(x.scales + row + 8 * group);
-        const int v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-        const float dx = __int_as_float(scales.x);
-        const int first = int(short(scales.y & 0xffff)), last = scales.y >> 16;
+        const LanePart part = NR == 1 ? only : lane_part(x, x.stride * (r < rows ? r : rows - 1), group);
+        const int v[8] = {part.a.x, part.a.y, part.a.z, part.a.w, part.b.x, part.b.y, part.b.z, part.b.w};
+        const float dx = __int_as_float(part.scales.x);
+        const int first = int(short(part.scales.y & 0xffff)), last = part.scales.y >> 16;
 #pragma unroll
         for (int m = 0; m < PAIR; ++m) {
             int low = 0, high = 0;
@@ -115,7 +123,8 @@ DEVICE void quantised_chunk(const uint8_t* const* slot, int chunk, int groups, c
                                                 : g[m].minimum[0] * (first + last);
                 total[m][r] = __fmaf_rn(-__fmul_rn(g[m].dmin, dx), float(least), total[m][r]);
             }
-            if (Quant::FORM == FORM_Q8_1) total[m][r] = __fmaf_rn(g[m].dmin, __int_as_float(scales.y), total[m][r]);
+            if (Quant::FORM == FORM_Q8_1)
+                total[m][r] = __fmaf_rn(g[m].dmin, __int_as_float(part.scales.y), total[m][r]);
         }
     }
 }
@@ -185,35 +194,28 @@ DEVICE void float_products(const uint8_t* weights, word row_bytes, int outputs, 
     }
 }
 
-// emit(output, row, sum) for the PAIR weight rows from PAIR * p on, of p = first, first + step, ... ; called by all lanes of a warp.
-// `ready` is called once, before x is read; weights are read before it.
-template <class Quant, int NR, class Ready, class Emit>
-DEVICE void products(const uint8_t* weights, word row_bytes, int outputs, int width, const Activations& x, int rows,
-                     int first, int step, uint8_t* ring, Ready ready, Emit emit) {
+// emit(u, m, row, sum) for sets u = 0 .. count - 1 of PAIR weight rows, m = 0 .. PAIR - 1, which begin at row_at(u, m),
+// with the activations x_at(u); called by all lanes of a warp. `ready` is called once, before activations are read;
+// weights are read before it.
+template <class Quant, int NR, class RowAt, class XAt, class Ready, class Emit>
+DEVICE void products_of(int count, word row_bytes, int width, int rows, uint8_t* ring, RowAt row_at, XAt x_at, Ready ready,
+                        Emit emit) {
     constexpr int CHUNK = chunk_bytes<Quant>(), SLOT = slot_bytes<Quant>();
     constexpr int PAIR = rows_together<Quant>(), STAGES = stages<Quant>();
-    if constexpr (Quant::FORM == FORM_FLOAT) {
-        const uintptr_t places = reinterpret_cast<uintptr_t>(weights) | reinterpret_cast<uintptr_t>(x.values);
-        if (((places | row_bytes | x.stride) & 15) == 0) {
-            ready();
-            return float_products<Quant, NR>(weights, row_bytes, outputs, width, x, rows, first, step, emit);
-        }
-    }
     const int lane = threadIdx.x & 31;
-    const int pairs = (outputs + PAIR - 1) / PAIR;
     const int chunks = int((row_bytes + CHUNK - 1) / CHUNK);
-    const int units = first < pairs ? (pairs - first + step - 1) / step * chunks : 0;
+    const int units = count * chunks;
 
     // where the next chunk of each row comes from
-    int fetched = 0, fetch_pair = first, fetch_left = int(row_bytes), into = 0;
+    int fetched = 0, fetch_set = 0, fetch_left = int(row_bytes), into = 0;
     const uint8_t* source[PAIR];
     auto begin_rows = [&]() {
 #pragma unroll
-        for (int m = 0; m < PAIR; ++m) source[m] = weights + min(PAIR * fetch_pair + m, outputs - 1) * row_bytes;
+        for (int m = 0; m < PAIR; ++m) source[m] = row_at(fetch_set, m);
     };
-    begin_rows();
     auto fetch = [&]() {
         if (fetched < units) {
+            if (fetch_left == int(row_bytes)) begin_rows();
             const int bytes = min(CHUNK, fetch_left);
 #pragma unroll
             for (int m = 0; m < PAIR; ++m) {
@@ -228,10 +230,7 @@ DEVICE void products(const uint8_t* weights, word row_bytes, int outputs, int wi
                 source[m] += CHUNK;
             }
             into = into == (STAGES - 1) * PAIR * SLOT ? 0 : into + PAIR * SLOT;
-            if ((fetch_left -= CHUNK) <= 0) {
-                fetch_left = int(row_bytes), fetch_pair += step;
-                begin_rows();
-            }
+            if ((fetch_left -= CHUNK) <= 0) fetch_left = int(row_bytes), ++fetch_set;
         }
         ++fetched;
         commit_copies();
@@ -240,8 +239,12 @@ DEVICE void products(const uint8_t* weights, word row_bytes, int outputs, int wi
     for (int i = 0; i < STAGES - 1; ++i) fetch();
     ready();
 
+    constexpr bool ONE = NR == 1 && Quant::FORM != FORM_FLOAT;
+    LanePart next = {};
+    if constexpr (ONE)
+        if (units && 32 * lane < width) next = lane_part(x_at(0), 0, lane);
     float total[PAIR][NR];
-    int pair = first, chunk = 0, out_of = 0;
+    int set = 0, chunk = 0, out_of = 0;
     for (int unit = 0; unit < units; ++unit) {
         if (chunk == 0) {
 #pragma unroll
@@ -249,20 +252,25 @@ DEVICE void products(const uint8_t* weights, word row_bytes, int outputs, int wi
 #pragma unroll
                 for (int r = 0; r < NR; ++r) total[m][r] = 0.0f;
         }
+        const LanePart part = next;
+        if constexpr (ONE) {
+            const bool last = chunk + 1 == chunks;
+            const int then = last ? set + 1 : set, group = (last ? 0 : chunk + 1) * 32 + lane;
+            if (unit + 1 < units && 32 * group < width) next = lane_part(x_at(then), 0, group);
+        }
         await_copies<STAGES - 2>();
         __syncwarp();
         const uint8_t* slot[PAIR];
 #pragma unroll
         for (int m = 0; m < PAIR; ++m) {
-            const uint32_t row = min(PAIR * pair + m, outputs - 1);
-            const uint32_t from = uint32_t(reinterpret_cast<uintptr_t>(weights)) + row * uint32_t(row_bytes) + chunk * CHUNK;
+            const uint32_t from = uint32_t(reinterpret_cast<uintptr_t>(row_at(set, m))) + chunk * CHUNK;
             slot[m] = ring + out_of + m * SLOT + shift_of<Quant>(reinterpret_cast<const uint8_t*>(uintptr_t(from)));
         }
         out_of = out_of == (STAGES - 1) * PAIR * SLOT ? 0 : out_of + PAIR * SLOT;
         if constexpr (Quant::FORM == FORM_FLOAT)
-            float_chunk<Quant, NR>(slot, chunk, width, x, rows, total);
+            float_chunk<Quant, NR>(slot, chunk, width, x_at(set), rows, total);
         else
-            quantised_chunk<Quant, NR>(slot, chunk, width / 32, x, rows, total);
+            quantised_chunk<Quant, NR>(slot, chunk, width / 32, x_at(set), part, rows, total);
         __syncwarp();
         fetch();
         if (++chunk == chunks) {
@@ -271,10 +279,33 @@ DEVICE void products(const uint8_t* weights, word row_bytes, int outputs, int wi
 #pragma unroll
                 for (int r = 0; r < NR; ++r) {
                     const float sum = warp_sum(total[m][r]);
-                    if (r < rows && PAIR * pair + m < outputs) emit(PAIR * pair + m, r, sum);
+                    if (r < rows) emit(set, m, r, sum);
                 }
-            chunk = 0, pair += step;
+            chunk = 0, ++set;
         }
     }
     await_copies<0>();
+}
+
+// emit(output, row, sum) for the weight rows PAIR * p and after, of p = first, first + step, ... ; see products_of.
+template <class Quant, int NR, class Ready, class Emit>
+DEVICE void products(const uint8_t* weights, word row_bytes, int outputs, int width, const Activations& x, int rows,
+                     int first, int step, uint8_t* ring, Ready ready, Emit emit) {
+    constexpr int PAIR = rows_together<Quant>();
+    if constexpr (Quant::FORM == FORM_FLOAT) {
+        const uintptr_t places = reinterpret_cast<uintptr_t>(weights) | reinterpret_cast<uintptr_t>(x.values);
+        if (((places | row_bytes | x.stride) & 15) == 0) {
+            ready();
+            return float_products<Quant, NR>(weights, row_bytes, outputs, width, x, rows, first, step, emit);
+        }
+    }
+    const int pairs = (outputs + PAIR - 1) / PAIR;
+    products_of<Quant, NR>(
+        first < pairs ? (pairs - first + step - 1) / step : 0, row_bytes, width, rows, ring,
+        [&](int set, int m) { return weights + min(PAIR * (first + set * step) + m, outputs - 1) * row_bytes; },
+        [&](int) -> const Activations& { return x; }, ready,
+        [&](int set, int m, int r, float sum) {
+            const int output = PAIR * (first + set * step) + m;
+            if (output < outputs) emit(output, r, sum);
+        });
 }

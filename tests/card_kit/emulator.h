@@ -239,6 +239,7 @@ inline int min(int a, unsigned b) { return std::min(a, int(b)); }
 inline void let_next_begin() {}
 inline void await_previous() {}
 inline void begin() {}
+inline void prefetch(const void*) {}
 inline void copy_async(void* to, const void* from, bool present = true) {
     emulated::Copy copy{to, {}};
     if (present) std::memcpy(copy.bytes, from, 16);

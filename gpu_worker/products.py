@@ -1,0 +1,93 @@
+"""Products: which quant types have kernels, the forms in which activations meet them, and the weights of one launch.
+
+Owns what `matmul.cu` and its callers agree on; knows no op's launches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from bloomery.runtime.errors import PlanError
+from bloomery.runtime.model_file import Tensor
+from bloomery.runtime.program import Op, Program, RmsNorm, Router, op_weights
+
+SUPER_TYPES: Final = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+SMALL_TYPES: Final = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")
+FLOAT_TYPES: Final = ("F32", "F16", "BF16")
+WEIGHT_TYPES: Final = (*FLOAT_TYPES, *SMALL_TYPES, *SUPER_TYPES)
+
+JOBS: Final = 4
+_JOB_WORDS: Final = 5
+USE_HOST: Final = "run it with --plan cpu"
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Where the input of a product lies in the form that its weights want; `stride` in bytes, of both arrays.
+
+    A head of n elements takes n * value_bytes bytes of `values` and n // 32 * 8 of `scales`.
+    """
+
+    values: int
+    scales: int
+    stride: int
+    value_bytes: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """One weight of a product: its address, bias address or 0, output address, outputs, output stride in floats."""
+
+    weights: int
+    bias: int
+    out: int
+    outputs: int
+    out_stride: int
+
+
+def activation_form(quant_type: str) -> str:
+    """Form of the activations that meet weights of this type: "F32", "F16", "BF16", "Q8_0", "Q8_1" or "Q8_K"."""
+    if quant_type in FLOAT_TYPES:
+        return quant_type
+    if quant_type in SUPER_TYPES:
+        return "Q8_K"
+    return "Q8_1" if quant_type in ("Q4_1", "Q5_1") else "Q8_0"
+
+
+def check_types(program: Program) -> None:
+    """Raises PlanError naming tensor and type where there is no kernel."""
+    for op in program.ops:
+        for name in op_weights(op):
+            _check_type(program.weights[name], op)
+
+
+def _check_type(tensor: Tensor, op: Op) -> None:
+    name = tensor.quant_type.name
+    only_f32 = isinstance(op, RmsNorm | Router)
+    if name not in WEIGHT_TYPES or (only_f32 and name != "F32"):
+        expected = "F32" if only_f32 else ", ".join(WEIGHT_TYPES)
+        raise PlanError(
+            f"{tensor.path}: tensor {tensor.name} of op {op.name} has type {name}, for which the card executor has no"
+            f" kernel (expected {expected})",
+            USE_HOST,
+        )
+
+
+def job_words(jobs: list[Job]) -> tuple[int, ...]:
+    words = tuple(w for job in jobs for w in (job.weights, job.bias, job.out, job.outputs, job.out_stride))
+    return words + (0,) * (JOBS * _JOB_WORDS - len(words))
+
+
+def ring_bytes(tensor: Tensor) -> int:
+    """Shared memory of a warp that takes rows of this quantised type, see products.cuh."""
+    kind = tensor.quant_type
+    return 4 * 2 * (aligned(1024 // kind.block_elements * kind.block_bytes) + 32)
+
+
+def blocks(elements: int, each: int) -> int:
+    return -(-elements // each)
+
+
+def aligned(nbytes: int) -> int:
+    return blocks(nbytes, 16) * 16
