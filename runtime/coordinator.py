@@ -256,8 +256,11 @@ class Daemon:
     def _start_executor(self, program: Program, plan: Plan) -> tuple[Plan, StepExecutor]:
         """The plan's executor. With plan auto a card that turns out not to run this model gives way to the host."""
         if plan.card is None:
-            if plan.note:
-                log.warning("running on the host: %s", plan.note)
+            if plan.note:  # a machine without a card needs no warning
+                from bloomery.runtime.card_probe import may_have_card
+
+                level = logging.WARNING if may_have_card() else logging.INFO
+                log.log(level, "running on the host: %s", plan.note)
             return plan, self._start_on_host(self._config, program, plan)
         try:
             return plan, self._start_on_card(program, plan, plan.card.number)
