@@ -12,8 +12,8 @@ from bloomery.runtime.errors import PlanError
 from bloomery.runtime.model_file import Tensor
 from bloomery.runtime.program import Op, Program, RmsNorm, Router, op_weights
 
-SUPER_TYPES: Final = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
-SMALL_TYPES: Final = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")
+SUPER_TYPES: Final = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ3_XXS", "IQ4_XS")
+SMALL_TYPES: Final = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4")
 FLOAT_TYPES: Final = ("F32", "F16", "BF16")
 WEIGHT_TYPES: Final = (*FLOAT_TYPES, *SMALL_TYPES, *SUPER_TYPES)
 

@@ -1,4 +1,4 @@
-"""Kernels of prompt blocks without a card: whole ops on the emulator, against the float64 reference."""
+"""Kernels without a card: whole ops on the emulator, against the float64 reference; mostly those of prompt blocks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ import numpy as np
 import pytest
 from card_stand import Bench, expected, tensor
 from emulated_card import EmulatedCard
-from kernel_references import random_weights
+from kernel_references import product, random_weights
 from numpy.typing import NDArray
 from running import rows_of
 
-from bloomery.runtime.program import Attention, CacheState, CacheWrite, MatMul, RoutedExperts, Router, View
+from bloomery.runtime.program import (
+    Attention,
+    CacheState,
+    CacheWrite,
+    EmbedRows,
+    MatMul,
+    RoutedExperts,
+    Router,
+    View,
+)
 
 pytestmark = pytest.mark.timeout(300)
 SEED = 20261130
@@ -81,3 +90,22 @@ def test_attention() -> None:
         assert "flash_64_64" in {launch.kernel.function for launch in launches}
         found.append(card.read(outs, last - first))
     close(np.concatenate(found), expected(program, rows_of(tokens), outs)[0], 2e-3)
+
+
+@pytest.mark.parametrize("name", ("MXFP4", "IQ3_XXS"))
+def test_types_with_tables(name: str) -> None:
+    """Products of a decode step (the host's integers, other float sums), of a prompt block, and embedding rows."""
+    bench, generator, width = Bench(), np.random.default_rng(SEED), {"MXFP4": 352, "IQ3_XXS": 768}[name]
+    values = random((64, width), 5)
+    x, out, row = bench.input("x", values), bench.buffer("y", 35), bench.buffer("row", width)
+    blocks = random_weights(generator, name, 35, width)
+    bench.weights["w"] = tensor("w", (width, 35), name, blocks)
+    bench.weights["table"] = tensor("table", (width, 64), name, random_weights(generator, name, 64, width))
+    program = bench.program(MatMul("product", x, (out,), ("w",), (None,)), EmbedRows("embed", row, "table"))
+    card = EmulatedCard(program)
+    for rows in (1, 5):
+        card.run(rows_of(np.arange(rows)), block=False)
+        close(card.read(out, rows)[:, 0], product(name, blocks, values[:rows]), 1e-6)
+        close(card.read(row, rows)[:, 0], bench.weights["table"].dequantise_rows(np.arange(rows)), 1e-6)
+    card.run(rows_of(np.arange(40)), block=True)
+    close(card.read(out, 40), expected(program, rows_of(np.arange(40)), out)[0])

@@ -12,7 +12,11 @@
 #include "machine.cuh"
 #include <cuda_fp16.h>
 DEVICE float half_bits(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
+#define TABLE static __device__ const
+#else
+#define TABLE static const
 #endif
+#include "grids.cuh"
 
 struct Group {
     uint32_t q[8];
@@ -27,7 +31,7 @@ enum Form { FORM_Q8_K, FORM_Q8_0, FORM_Q8_1, FORM_FLOAT };
 
 DEVICE float half_at(const uint8_t* p) { return half_bits(*reinterpret_cast<const uint16_t*>(p)); }
 
-// N little-endian words from an address that is a multiple of ALIGN. With ALIGN 2 the words around it are read, up to
+// N little-endian words from an address that is a multiple of ALIGN. With ALIGN 1 or 2 the words around it are read, up to
 // four bytes past the end.
 template <int ALIGN, int N>
 DEVICE void load_words(const uint8_t* p, uint32_t* out) {
@@ -72,18 +76,24 @@ DEVICE void load_nibbles(const uint8_t* p, uint32_t* q) {
     for (int i = 0; i < 4; ++i) q[i] = w[i] & 0x0f0f0f0fu, q[i + 4] = (w[i] >> 4) & 0x0f0f0f0fu;
 }
 
-// The non-linear 4-bit values of IQ4_NL and IQ4_XS by byte permutation: eight nibbles of w give four low and four high.
-DEVICE void nonlinear(uint32_t w, uint32_t& low, uint32_t& high) {
-    const uint32_t t0 = 0xbfad9881u, t1 = 0xf6eaddcfu, t2 = 0x26190d01u, t3 = 0x71594535u;
+// 4-bit codes to the 16 bytes of a table (first lowest) by byte permutation: eight nibbles of w give four low and four high.
+struct Codes {
+    uint32_t t0, t1, t2, t3;
+};
+DEVICE void look_up(const Codes t, uint32_t w, uint32_t& low, uint32_t& high) {
     uint32_t half[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const uint32_t v = w >> (16 * i), at = v & 0x7777u;
-        const uint32_t below = __byte_perm(t0, t1, at), above = __byte_perm(t2, t3, at);
+        const uint32_t below = __byte_perm(t.t0, t.t1, at), above = __byte_perm(t.t2, t.t3, at);
         half[i] = __byte_perm(below, above, 0x3210u | ((v & 0x8888u) >> 1));
     }
     low = __byte_perm(half[0], half[1], 0x6420u);
     high = __byte_perm(half[0], half[1], 0x7531u);
+}
+// The non-linear values of IQ4_NL and IQ4_XS.
+DEVICE void nonlinear(uint32_t w, uint32_t& low, uint32_t& high) {
+    look_up({0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u}, w, low, high);
 }
 
 DEVICE void plain_scales(Group& g) { g.scale[0] = g.scale[1] = 1, g.minimum[0] = g.minimum[1] = 0, g.dmin = 0.0f; }
@@ -180,6 +190,53 @@ struct IQ4_XS {
         load_words<8, 4>(b + 8 + 16 * j, w);
 #pragma unroll
         for (int i = 0; i < 4; ++i) nonlinear(w[i], g.q[i], g.q[i + 4]);
+    }
+};
+
+// Codes of four bits are twice a float of two exponent bits and one fraction bit; the scale is 2^(e - 128).
+struct MXFP4 {
+    static constexpr int BLOCK = 32, BYTES = 17, OFFSET = 0;
+    static constexpr bool MINIMA = false, HALVES = false;
+    static constexpr Form FORM = FORM_Q8_0;
+    DEVICE static void decode(const uint8_t* b, int, Group& g) {
+        uint32_t w[4];
+        plain_scales(g);
+        const uint32_t e = b[0];
+        g.d = __uint_as_float(e < 2 ? 0x00200000u << e : (e - 1) << 23);
+        load_words<1, 4>(b + 1, w);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            look_up({0x03020100u, 0x0c080604u, 0xfdfeff00u, 0xf4f8fafcu}, w[i], g.q[i], g.q[i + 4]);
+    }
+};
+
+// Four bytes with those negated whose bit is set; none of them may be 0.
+DEVICE uint32_t with_signs(uint32_t bytes, uint32_t bits) {
+    const uint32_t ones = spread_bits(bits);
+    return (bytes ^ ones * 255u) + ones;
+}
+
+// Codes of eight bits stand for four values. A word for each 32 of them has four times seven sign bits, the eighth of
+// which makes their number even, and the scale above.
+struct IQ3_XXS {
+    static constexpr int BLOCK = 256, BYTES = 98, OFFSET = 0;
+    static constexpr bool MINIMA = false, HALVES = false;
+    static constexpr Form FORM = FORM_Q8_K;
+    DEVICE static void decode(const uint8_t* b, int j, Group& g) {
+        uint32_t codes[2], word;
+        plain_scales(g);
+        g.d = 0.25f * half_at(b);
+        load_words<2, 2>(b + 2 + 8 * j, codes);
+        load_words<2, 1>(b + 66 + 4 * j, &word);
+        g.scale[0] = g.scale[1] = 2 * int(word >> 28) + 1;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            uint32_t signs = (word >> (7 * i)) & 127u;
+            signs |= (__popc(signs) & 1u) << 7;
+            const uint32_t pair = codes[i / 2] >> (16 * (i & 1));
+            g.q[2 * i] = with_signs(GRID_IQ3_XXS[pair & 255u], signs);
+            g.q[2 * i + 1] = with_signs(GRID_IQ3_XXS[(pair >> 8) & 255u], signs >> 4);
+        }
     }
 };
 

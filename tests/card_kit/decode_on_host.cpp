@@ -21,6 +21,12 @@ static uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
     for (int i = 0; i < 4; ++i) out |= uint32_t((bytes >> (8 * ((selector >> (4 * i)) & 7))) & 255) << (8 * i);
     return out;
 }
+static float __uint_as_float(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+static int __popc(uint32_t bits) { return __builtin_popcount(bits); }
 struct uint4 { uint32_t x, y, z, w; };
 struct uint2 { uint32_t x, y; };
 
@@ -38,5 +44,5 @@ static void decode_row(const uint8_t* row, int groups, float* out) {
 
 #define TYPE(Q) \
     extern "C" void decode_##Q(const uint8_t* row, int groups, float* out) { decode_row<Q>(row, groups, out); }
-TYPE(Q8_0) TYPE(Q4_0) TYPE(Q4_1) TYPE(Q5_0) TYPE(Q5_1) TYPE(IQ4_NL)
-TYPE(IQ4_XS) TYPE(Q2_K) TYPE(Q3_K) TYPE(Q4_K) TYPE(Q5_K) TYPE(Q6_K)
+TYPE(Q8_0) TYPE(Q4_0) TYPE(Q4_1) TYPE(Q5_0) TYPE(Q5_1) TYPE(IQ4_NL) TYPE(MXFP4)
+TYPE(IQ3_XXS) TYPE(IQ4_XS) TYPE(Q2_K) TYPE(Q3_K) TYPE(Q4_K) TYPE(Q5_K) TYPE(Q6_K)
