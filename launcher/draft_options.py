@@ -38,8 +38,8 @@ def add_draft_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft",
         choices=KINDS,
-        help="lookup guesses what followed the last tokens before; model asks --model-draft (default none, or model if "
-        "that is given)",
+        help="lookup guesses what followed the last tokens before; model asks the smaller model --model-draft, dspark "
+        "the DSpark module --model-draft of a DeepSeek V4.1 (default none, or model if that is given)",
     )
     group.add_argument("--spec-type", dest="draft", type=llama_kind, metavar="TYPE", help=argparse.SUPPRESS)
     group.add_argument(
@@ -48,7 +48,7 @@ def add_draft_options(parser: argparse.ArgumentParser) -> None:
         "--spec-draft-model",
         dest="draft_model",
         metavar="FILE",
-        help="GGUF file of a smaller model with the same vocabulary",
+        help="GGUF file of a smaller model with the same vocabulary, or of the model's DSpark module",
     )
     group.add_argument(
         "--draft-max",

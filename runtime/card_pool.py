@@ -128,8 +128,8 @@ class CardPool:
         rows, hosts = (min(max_rows, CARD_ROWS), processes) if hand_offs else (max_rows, 0)
         shape = ArenaShape(context, slots, rows, min(rows, max_out_rows), hosts, cache_type, cards=1)
         name = f"cards{next(_pool_numbers)}"
-        starts = worker_starts(model_path, shape, False, host_workload, hand_offs=hand_offs)
-        starts.append(card_start(model_path, shape, workload, card, hand_offs, tiers.text() if tiers else ""))
+        starts = worker_starts(model_path, program, shape, False, host_workload, hand_offs=hand_offs)
+        starts.append(card_start(model_path, program, shape, workload, card, hand_offs, tiers.text() if tiers else ""))
         group = WorkerGroup(name, starts, quiet_seconds())
         arena: Arena | None = None
         try:
@@ -248,7 +248,13 @@ def _groups(rows: StepRows, most: int) -> Iterator[StepRows]:
 
 
 def card_start(
-    model_path: str, shape: ArenaShape, workload: str, card: int, hand_offs: tuple[int, ...], tiers: str
+    model_path: str,
+    program: Program,
+    shape: ArenaShape,
+    workload: str,
+    card: int,
+    hand_offs: tuple[int, ...],
+    tiers: str,
 ) -> CardStart:
     """The start of the worker of a card: not pinned, the last of the ranks."""
     return CardStart(
@@ -265,8 +271,8 @@ def card_start(
         deadline_ns=int(1e9 * stall_seconds()),
         time_stages=False,
         workload=workload,
-        taps=(),
-        target="",
+        taps=program.taps,
+        target=program.target,
         keep_choices=False,
         hand_offs=hand_offs,
         hand_off_ns=hand_off_ns(),

@@ -185,7 +185,7 @@ class Daemon:
         from bloomery.runtime.chat_template import ChatTemplate
         from bloomery.runtime.deepseek_template import chat_template_text
         from bloomery.runtime.drafts.drafting import Drafting
-        from bloomery.runtime.drafts.start import draft_kind, draft_limits, start_draft
+        from bloomery.runtime.drafts.start import draft_kind, draft_limits, draft_taps, start_draft
         from bloomery.runtime.engine import Engine
         from bloomery.runtime.hot_list import check_hot_list, model_name, read_hot_list
         from bloomery.runtime.model_facts import model_facts
@@ -196,7 +196,7 @@ class Daemon:
 
         self._report("open", 0, 3)
         model = self._stack.enter_context(ModelFile.open(self._config.model))
-        program = build_program(model)
+        program = build_program(model, draft_taps(self._config, model))
         hot = None
         if self._config.hot_list:
             hot = read_hot_list(self._config.hot_list)

@@ -111,17 +111,14 @@ class HostPool:
         time_stages: bool = False,
         workload: str = MODEL_WORKLOAD,
         engram: EngramOptions | None = None,
-        taps: tuple[int, ...] = (),
-        target: str = "",
         keep_choices: bool = False,
     ) -> HostPool:
         """Starts the workers and returns when they can run steps.
 
         `processes` 0 means one for each core of the affinity mask and quota. `progress(stage, done, total)` is called
         with the stages "spawn", "compile" and "load". `workload` names what makes a worker's stages. `engram` is for
-        the process that brings n-gram table rows, which only a program with engrams has. `taps` and `target` say how
-        the workers build the program from the file (`architectures.load_program`). With `keep_choices` the pool runs
-        the program that `router_choices` makes of this one, and `choices` tells what routers picked.
+        the process that brings n-gram table rows, which only a program with engrams has. With `keep_choices` the pool
+        runs the program that `router_choices` makes of this one, and `choices` tells what routers picked.
         Raises ModelFileError and PlanError as the workers found them, PlanError if the arena does not fit, WorkerLost.
         """
         runtime_files.sweep()
@@ -131,7 +128,7 @@ class HostPool:
         max_out_rows = min(max_rows, max(slots, LOGITS_BYTES // (4 * program.vocabulary), 1))
         shape = ArenaShape(context, slots, max_rows, max_out_rows, processes, cache_type)
         name = f"pool{next(_pool_numbers)}"
-        starts = worker_starts(model_path, shape, time_stages, workload, taps, target, keep_choices=keep_choices)
+        starts = worker_starts(model_path, program, shape, time_stages, workload, keep_choices=keep_choices)
         quiet = quiet_seconds()
         group = WorkerGroup(name, starts, quiet)
         arena: Arena | None = None
@@ -281,11 +278,10 @@ class HostPool:
 
 def worker_starts(
     model_path: str,
+    program: Program,
     shape: ArenaShape,
     time_stages: bool,
     workload: str,
-    taps: tuple[int, ...] = (),
-    target: str = "",
     keep_choices: bool = False,
     hand_offs: tuple[int, ...] = (),
 ) -> list[WorkerStart]:
@@ -309,8 +305,8 @@ def worker_starts(
             time_stages=time_stages,
             workload=workload,
             keep_choices=keep_choices,
-            taps=taps,
-            target=target,
+            taps=program.taps,
+            target=program.target,
             hand_offs=hand_offs,
             hand_off_ns=hand_off_ns(),
         )

@@ -317,7 +317,8 @@ class Program:
     `logits` names the buffer (O, V) that holds the result, `argmax` the buffer (O, 1) of greedy tokens. `weights` maps
     tensor names to tensors of the model file. `engram` has the constants of EngramRows. `inputs` names the buffers that
     the caller fills (StepRows.inputs), `reports` those that it gets back besides the logits (StepResult.reports);
-    `draft` is set for programs that draft blocks for another model.
+    `draft` is set for programs that draft blocks for another model. `taps` and `target` are what another process needs
+    to build the program again (`architectures.load_program`).
     """
 
     architecture: str
@@ -334,6 +335,8 @@ class Program:
     inputs: tuple[str, ...] = ()
     reports: tuple[str, ...] = ()
     draft: DraftFacts | None = None
+    taps: tuple[int, ...] = ()
+    target: str = ""
 
     @property
     def hidden(self) -> View | None:

@@ -14,7 +14,19 @@ from typing import Final, Literal, TypeAlias, get_args
 from bloomery.runtime.model_file import ModelFile, Tensor
 
 Role: TypeAlias = Literal[
-    "embedding", "attention", "dense ffn", "experts", "shared experts", "router", "norms", "head", "tables", "other"
+    "embedding",
+    "attention",
+    "dense ffn",
+    "experts",
+    "shared experts",
+    "router",
+    "norms",
+    "hyper-connections",
+    "engrams",
+    "draft",
+    "head",
+    "tables",
+    "other",
 ]
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 
@@ -23,12 +35,15 @@ _RULES: Final[tuple[tuple[str, Role], ...]] = (
     (r"engram_embd|per_layer_token_embd", "tables"),
     (r"token_embd|position_embd|token_types", "embedding"),
     (r"output", "head"),
+    (r"(output_)?hc_\w+", "hyper-connections"),
+    (r"engram_\w+", "engrams"),
+    (r"fc|markov_w\d|conf_proj", "draft"),
     (r".*norm(_\w+)?|.*_norm_.*", "norms"),
     (r"ffn_gate_inp(_shexp)?|exp_probs_b|ffn_gate_tid2eid", "router"),
     (r"ffn_\w+_(exps|chexps)", "experts"),
     (r"ffn_\w+_shexp", "shared experts"),
     (r"ffn_(gate|up|down|gate_up)", "dense ffn"),
-    (r"attn_.*|indexer\..*", "attention"),
+    (r"attn_.*|indexer[._].*", "attention"),
 )
 _LAYER: Final = re.compile(r"blk\.(\d+)\.")
 _SUFFIX: Final = re.compile(r"\.(weight|bias|scale)$")

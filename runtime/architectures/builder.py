@@ -170,6 +170,8 @@ class ProgramBuilder:
         inputs: tuple[str, ...] = (),
         reports: tuple[str, ...] = (),
         draft: DraftFacts | None = None,
+        taps: tuple[int, ...] = (),
+        target: str = "",
     ) -> Program:
         """The program. Tensors of the file that no op reads are an error: they would be a variant of the architecture
         that these ops do not compute. `read_elsewhere` names those that building used up, or that are rightly left.
@@ -197,6 +199,8 @@ class ProgramBuilder:
             inputs=inputs,
             reports=reports,
             draft=draft,
+            taps=taps,
+            target=target,
         )
 
 

@@ -104,6 +104,7 @@ def build(model: ModelFile, taps: tuple[int, ...] = ()) -> Program:
         read_elsewhere=[name for name in model.tensors if name.endswith(".exp_probs_b_vl.bias")],
         engram=engram,
         reports=(FEATURES,) if taps else (),
+        taps=taps,
     )
 
 

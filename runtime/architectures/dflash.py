@@ -87,6 +87,7 @@ def build(model: ModelFile, target: ModelFile) -> Program:
         inputs=(FEATURES,),
         reports=(CONFIDENCE,),
         draft=facts,
+        target=str(target.path),
     )
 
 

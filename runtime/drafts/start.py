@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from bloomery.runtime.placement import Plan
     from bloomery.runtime.program import Program
 
-KINDS = ("none", "lookup", "model")
+KINDS = ("none", "lookup", "model", "dspark")
+OF_FILES = ("model", "dspark")
+"""Kinds that want a draft model file."""
+
 DEFAULT_MOST = 7
 """With the row before them eight, the rows of a decode group."""
 
@@ -34,10 +37,10 @@ def draft_kind(config: DaemonConfig) -> str:
     kind = config.draft or ("model" if config.draft_model else "none")
     if kind not in KINDS:
         raise PlanError(f"there is no draft {kind!r}", f"drafts are {', '.join(KINDS)}")
-    if (kind == "model") != bool(config.draft_model):
+    if (kind in OF_FILES) != bool(config.draft_model):
         raise PlanError(
             f"draft {kind} with{'' if config.draft_model else 'out'} a draft model file",
-            "--model-draft FILE goes with --draft model, and with no other",
+            f"--model-draft FILE goes with --draft {' and '.join(OF_FILES)}, and with no other",
         )
     if not 0 <= config.draft_max <= MOST_TOKENS or not 0 <= config.draft_min <= MOST_TOKENS:
         raise PlanError(
@@ -70,23 +73,37 @@ def start_draft(
         draft: Draft = LookupDraft()
         nbytes = 0
     else:
-        draft, nbytes = _model_draft(config, model, plan, start_executor, stack)
+        draft, nbytes = _draft_of_file(kind, config, model, plan, start_executor, stack)
     stack.callback(draft.close)
     return draft, nbytes
 
 
-def _model_draft(
-    config: DaemonConfig, model: ModelFile, plan: Plan, start_executor: StartExecutor, stack: ExitStack
+def draft_taps(config: DaemonConfig, model: ModelFile) -> tuple[int, ...]:
+    """The layers of the model that the draft reads (`architectures.build_program`). Raises as `start_draft`."""
+    if draft_kind(config) != "dspark":
+        return ()
+    from bloomery.runtime.architectures.dflash import draft_facts
+    from bloomery.runtime.model_file import ModelFile
+
+    with ModelFile.open(config.draft_model) as file:
+        return draft_facts(file, model).target_layers
+
+
+def _draft_of_file(
+    kind: str, config: DaemonConfig, model: ModelFile, plan: Plan, start_executor: StartExecutor, stack: ExitStack
 ) -> tuple[Draft, int]:
-    from bloomery.runtime.architectures import build_program
+    from bloomery.runtime.architectures import build_draft, build_program
+    from bloomery.runtime.drafts.block import BlockDraft
     from bloomery.runtime.drafts.model import ModelDraft
     from bloomery.runtime.drafts.vocabulary_check import shared_vocabulary
     from bloomery.runtime.model_file import ModelFile
     from bloomery.runtime.placement import MemoryRoom, make_plan, memory_room
 
     file = stack.enter_context(ModelFile.open(config.draft_model))
-    vocabulary = shared_vocabulary(model, file)
-    program = build_program(file)
+    if kind == "dspark":
+        program, vocabulary = build_draft(file, model), 0
+    else:
+        program, vocabulary = build_program(file), shared_vocabulary(model, file)
     own = replace(config, model=config.draft_model, context=plan.context, slots=plan.slots, cache_ram=0, plan="cpu")
     room = (
         memory_room()
@@ -98,4 +115,6 @@ def _model_draft(
     except PlanError as error:
         raise PlanError(f"draft model {config.draft_model}: {error.message}", error.hint) from None
     executor = start_executor(own, program, draft_plan)
+    if kind == "dspark":
+        return BlockDraft(executor, program, config.draft_p_min), draft_plan.total()
     return ModelDraft(executor, vocabulary, config.draft_p_min), draft_plan.total()
