@@ -9,7 +9,7 @@ import sys
 import tomllib
 import venv
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -55,6 +55,12 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     shutil.rmtree(folder)
 
 
+def run_installed(command: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
+    """Without PYTHONPATH and the like, which would bring the checkout's package in before the installed one."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, cwd="/")
+
+
 def test_every_folder_with_modules_is_a_listed_package() -> None:
     folders = {
         path.parent
@@ -86,9 +92,7 @@ def test_demo_model_in_the_wheel_is_the_trained_file(wheel: Path) -> None:
 
 @pytest.mark.parametrize("program", sorted(PROGRAMS))
 def test_installed_program_shows_help_with_examples(program: str, installed: Path) -> None:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-    script = installed / "bin" / program
-    run = subprocess.run([script, "--help"], capture_output=True, text=True, timeout=60, env=environment, cwd="/")
+    run = run_installed([installed / "bin" / program, "--help"])
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith(f"usage: {program}")
     assert "examples:" in run.stdout
@@ -97,13 +101,11 @@ def test_installed_program_shows_help_with_examples(program: str, installed: Pat
 
 @pytest.mark.parametrize("program", sorted(PROGRAMS))
 def test_installed_program_knows_its_version(program: str, installed: Path) -> None:
-    script = installed / "bin" / program
-    run = subprocess.run([script, "--version"], capture_output=True, text=True, timeout=60, cwd="/")
+    run = run_installed([installed / "bin" / program, "--version"])
     assert (run.returncode, run.stdout.strip()) == (0, f"{program} {PROJECT['project']['version']}")
 
 
 def test_installed_package_is_the_one_that_runs(installed: Path) -> None:
     code = "import bloomery.launcher.command_line as m; print(m.__file__)"
-    command = [installed / "bin" / "python", "-c", code]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/")
+    run = run_installed([installed / "bin" / "python", "-c", code])
     assert run.stdout.startswith(str(installed)), run.stdout + run.stderr
