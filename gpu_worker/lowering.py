@@ -55,9 +55,9 @@ from bloomery.runtime.program import (
 )
 
 _WARPS: Final = 4  # of a block of products.cuh
-_SPLIT: Final = 64  # positions; attention.cu
+_SPLIT, _ATTENDERS = 64, 256  # positions, threads; attention.cu
 _DEPTH: Final = 64
-_WALKERS_EACH: Final = 3
+_WALKERS_EACH: Final = 2
 _HEAD_JOB_WORDS: Final = 11
 _HEADS: Final = 8
 _ARGMAX_PARTS: Final = 64
@@ -407,7 +407,7 @@ class Lowering:
         slots, positions = self.step.slots + 4 * first, self.step.positions + 4 * first
         widths = (heads, op.kv_heads, op.key_width, op.value_width, float_word(op.scale), splits, parts, extremes)
         words = (slots, positions, q + 4 * first * q_row, q_row, q_head, *places, *widths)
-        self.emit("attention", name, (walkers, sets, rows), 128, *words, shared=shared)
+        self.emit("attention", name, (walkers, sets, rows), _ATTENDERS, *words, shared=shared)
         target = (out + 4 * first * out_row, out_row, out_head)
         if rounded:
             words = (positions, parts, extremes, heads, splits, *target)

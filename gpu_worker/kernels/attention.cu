@@ -8,7 +8,9 @@ constexpr int SPLIT = 64;
 constexpr int HEADS = 8;     // query heads of one key head that a block takes together
 constexpr int DEPTH = 64;    // elements of keys or values staged at a time
 constexpr int STRIDE = DEPTH + 4;
-constexpr int THREADS = 128;
+constexpr int THREADS = 256;
+constexpr int EACH = HEADS * SPLIT / THREADS;  // heads that a thread takes at one position or element
+constexpr int RESIDENT = 512 / THREADS;  // blocks that a multiprocessor must have room for
 
 struct Cache {
     const void* rows;
@@ -70,15 +72,15 @@ DEVICE void attend(const int* slots, const int* positions, const float* q, word 
     begin();
     const int row = blockIdx.z, position = positions[row], tid = threadIdx.x;
     if (blockIdx.x * SPLIT > position) return;
-    const int each = int(heads / kv_heads), batches = (each + HEADS - 1) / HEADS;
-    const int group = blockIdx.y / batches, first = group * each + blockIdx.y % batches * HEADS;
-    const int count = min(HEADS, (group + 1) * each - first);
+    const int shared_by = int(heads / kv_heads), batches = (shared_by + HEADS - 1) / HEADS;
+    const int group = blockIdx.y / batches, first = group * shared_by + blockIdx.y % batches * HEADS;
+    const int count = min(HEADS, (group + 1) * shared_by - first);
     const T* key = static_cast<const T*>(keys.rows) + slots[row] * keys.slot_stride + group * key_width;
     const T* value = static_cast<const T*>(values.rows) + slots[row] * values.slot_stride + group * value_width;
     q += row * q_row + first * q_head;
     const int key_parts = int(key_width + DEPTH - 1) / DEPTH, value_parts = int(value_width + DEPTH - 1) / DEPTH;
     const int padded = key_parts * DEPTH;
-    const int mine = tid % SPLIT, half = tid / SPLIT * (HEADS / 2);
+    const int mine = tid % SPLIT, half = tid / SPLIT * EACH;
 
     Part<T, EVEN> part;
     auto fetch = [&](int split, int index) {
@@ -97,7 +99,7 @@ DEVICE void attend(const int* slots, const int* positions, const float* q, word 
 
     for (int split = blockIdx.x; split * SPLIT <= position; split += gridDim.x) {
         const int seen = min(SPLIT, position + 1 - split * SPLIT);
-        float score[HEADS / 2] = {};
+        float score[EACH] = {};
         for (int index = 0; index < key_parts + value_parts; ++index) {
             __syncthreads();
             part.store(tile);
@@ -112,12 +114,12 @@ DEVICE void attend(const int* slots, const int* positions, const float* q, word 
                 for (int k = 0; k < DEPTH; k += 4) {
                     const float4 x = *reinterpret_cast<const float4*>(&tile[mine][k]);
 #pragma unroll
-                    for (int h = 0; h < HEADS / 2; ++h)
+                    for (int h = 0; h < EACH; ++h)
                         score[h] = dot4(x, *reinterpret_cast<const float4*>(queried + h * padded + k), score[h]);
                 }
                 if (index + 1 < key_parts) continue;
 #pragma unroll
-                for (int h = 0; h < HEADS / 2; ++h)
+                for (int h = 0; h < EACH; ++h)
                     weights[half + h][mine] = mine < seen ? score[h] * float(scale) : -INFINITY;
                 __syncthreads();
                 for (int h = tid / 32; h < HEADS; h += THREADS / 32) {
@@ -136,17 +138,17 @@ DEVICE void attend(const int* slots, const int* positions, const float* q, word 
                         extremes[(row * heads + first + h) * splits + split] = make_float2(top, sum);
                 }
             } else {  // the weights of positions beyond `seen` are 0
-                float sum[HEADS / 2] = {};
+                float sum[EACH] = {};
 #pragma unroll 4
                 for (int p = 0; p < SPLIT; p += 4) {
                     const float4 x = make_float4(tile[p][mine], tile[p + 1][mine], tile[p + 2][mine], tile[p + 3][mine]);
 #pragma unroll
-                    for (int h = 0; h < HEADS / 2; ++h)
+                    for (int h = 0; h < EACH; ++h)
                         sum[h] = dot4(x, *reinterpret_cast<const float4*>(&weights[half + h][p]), sum[h]);
                 }
                 const int v = (index - key_parts) * DEPTH + mine;
 #pragma unroll
-                for (int h = 0; h < HEADS / 2; ++h)
+                for (int h = 0; h < EACH; ++h)
                     if (half + h < count && v < value_width)
                         parts[((row * heads + first + half + h) * splits + split) * value_width + v] = sum[h];
             }
@@ -155,7 +157,7 @@ DEVICE void attend(const int* slots, const int* positions, const float* q, word 
 }
 
 #define ATTEND(NAME, T, EVEN)                                                                                          \
-    extern "C" __global__ void __launch_bounds__(THREADS, 3)                                                           \
+    extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)                                                    \
         attend_##NAME(const int* slots, const int* positions, const float* q, word q_row, word q_head, Cache keys,     \
                       Cache values, word heads, word kv_heads, word key_width, word value_width, double scale,         \
                       word splits, float* parts, float2* extremes) {                                                   \
@@ -176,7 +178,7 @@ constexpr int AT_ONCE = 512;  // elements of a head
 // Joins the head `which` of TOGETHER into shared or global memory at `out`. All threads of the block call it.
 template <int TOGETHER>
 DEVICE void join(int which, const float* parts, const float2* extremes, int count, int width, float* out, float* copy) {
-    constexpr int MINE = TEAMS / TOGETHER, MEMBERS = 128 * MINE, EACH = AT_ONCE / 128;
+    constexpr int MINE = TEAMS / TOGETHER, MEMBERS = 128 * MINE, SOME = AT_ONCE / 128 / TOGETHER;
     __shared__ float tops[JOINERS / 32];
     __shared__ float sums[TOGETHER][TEAMS];
     __shared__ float totals[TEAMS * TOGETHER][AT_ONCE / TOGETHER];
@@ -194,21 +196,21 @@ DEVICE void join(int which, const float* parts, const float2* extremes, int coun
 #pragma unroll
         for (int t = 0; t < TOGETHER; ++t) {  // a real team stands for TOGETHER of them
             const int mine = team + t * MINE;
-            float total[EACH / TOGETHER] = {}, sum = 0.0f;
+            float total[SOME] = {}, sum = 0.0f;
 #pragma unroll 4
             for (int s = mine; s < count; s += TEAMS) {
                 const float2 extreme = extremes[s];
                 const float weight = expf(extreme.x - top);
                 sum = fmaf(weight, extreme.y, sum);
 #pragma unroll
-                for (int e = 0; e < EACH / TOGETHER; ++e) {
+                for (int e = 0; e < SOME; ++e) {
                     const int v = from + e * 128 + member;
                     if (v < width) total[e] = fmaf(weight, parts[s * width + v], total[e]);
                 }
             }
             if (member == 0) sums[which][mine] = sum;
 #pragma unroll
-            for (int e = 0; e < EACH / TOGETHER; ++e) totals[which * TEAMS + mine][e * 128 + member] = total[e];
+            for (int e = 0; e < SOME; ++e) totals[which * TEAMS + mine][e * 128 + member] = total[e];
         }
         __syncthreads();
         for (int i = tid; i < AT_ONCE / TOGETHER && from + i < width; i += MEMBERS) {
