@@ -113,7 +113,7 @@ async def _serve(
         loop.call_later(server.settings.stop_seconds, backend.abort_all)
 
     http.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-    watching = asyncio.create_task(_watch(server, ready, stop))
+    watching = asyncio.create_task(watch(server, ready, stop))
     serving = asyncio.create_task(http._serve(sockets))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
@@ -124,7 +124,7 @@ async def _serve(
     await backend.close()
 
 
-async def _watch(server: Server, ready: Callable[[], None], stop: Callable[[], None]) -> None:
+async def watch(server: Server, ready: Callable[[], None], stop: Callable[[], None]) -> None:
     """Opens the backend, replaces a daemon that is lost, lets an idle one sleep. Ends the server if none can start."""
     backend = server.backend
     await backend.open()
