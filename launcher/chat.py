@@ -31,7 +31,7 @@ from bloomery.runtime.requests import Final, SamplingParameters
 
 PROGRAM = "bloomery-chat"
 DEFAULTS = SamplingParameters()
-# The tiny model has learnt no end of an answer, and wanders off at the usual temperature.
+# The tiny models have learnt no end of an answer, and wander off at the usual temperature.
 TINY_TOKENS = 96
 TINY_DEFAULTS = SamplingParameters(temperature=0.5, repeat_penalty=1.1)
 HISTORY_LINES = 1000
@@ -63,7 +63,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--plain",
         action="store_true",
-        help="no chat template: the model continues your text (so does the tiny demo model)",
+        help="no chat template: the model continues your text (so do the tiny demo models)",
     )
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="after each answer, its tokens and tokens a second"

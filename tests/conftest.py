@@ -1,4 +1,4 @@
-"""What several test modules share: a running daemon with the demo model, and the proof that nothing stays behind."""
+"""What several test modules share: a running daemon with a shipped model, and the proof that nothing stays behind."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ def wait_until_gone(pids: list[int], seconds: float = 5.0) -> None:
 
 @pytest.fixture(scope="module")
 def demo_daemon() -> Iterator[Daemon]:
-    """One daemon a test module, with the shipped model and room for two sequences; clean exit and no segment left."""
+    """One daemon a test module, with the faster shipped model room for two sequences; clean exit, no segment left."""
     before = left_behind()
-    daemon = start_daemon("--parallel", "2")
+    daemon = start_daemon("--demo", "tiny-qwen3moe", "--parallel", "2")
     try:
         yield daemon
     finally:

@@ -222,7 +222,8 @@ def main() -> int:
     else:
         from serving import serving
 
-        flags = ("--demo", "tiny", "--parallel", "16", "-c", "8192", "--queue", "128", "--metrics", *args.arguments)
+        demo = ("--demo", "tiny-qwen3moe", "--metrics")
+        flags = (*demo, "--parallel", "16", "-c", "8192", "--queue", "128", *args.arguments)
         with serving(*flags) as server:
             figures = asyncio.run(load(server.port, server.process.pid, args.clients, args.seconds, args.kinds))
     late = figures["health_ms"]["p99"] > args.health_ms

@@ -31,6 +31,7 @@ from bloomery.runtime.errors import BloomeryError
 from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.step_work import Work, expected_experts, op_kind, step_work
 
+TINY = demo_model_path("tiny-qwen3moe")
 SECONDS = 110.0
 FIELDS = {  # every row, with the type of what was measured
     "test": str,
@@ -54,7 +55,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def tiny_program() -> Any:
-    return build_program(ModelFile.open(demo_model_path("tiny")))
+    return build_program(ModelFile.open(TINY))
 
 
 def test_summary_is_median_and_interquartile_range_over_median() -> None:
@@ -115,7 +116,7 @@ def hand_count(model: ModelFile, rows: int, position: int) -> dict[str, float]:
 
 @pytest.mark.parametrize(("rows", "position"), [(1, 0), (1, 99), (16, 115)])
 def test_bytes_read_agree_with_a_count_by_hand(rows: int, position: int) -> None:
-    with ModelFile.open(demo_model_path("tiny")) as model:
+    with ModelFile.open(TINY) as model:
         counted = {kind: work.read for kind, work in step_work(build_program(model), rows, position, 2).items()}
         assert counted == pytest.approx(hand_count(model, rows, position))
 
@@ -202,7 +203,7 @@ def test_a_file_that_cannot_be_made_is_refused_by_name() -> None:
 @pytest.fixture(scope="module")
 def rows() -> Iterator[list[dict[str, Any]]]:
     """A whole run on the demo model, without a peer."""
-    result = bench("-p", "24", "-n", "6", "-d", "0,40", "-r", "3", "-t", "1", "-o", "json")
+    result = bench("--demo", "tiny-qwen3moe", "-p", "24", "-n", "6", "-d", "0,40", "-r", "3", "-t", "1", "-o", "json")
     assert result.returncode == 0, result.stderr
     yield json.loads(result.stdout)
 
@@ -280,7 +281,8 @@ def llama_cpp() -> None:
 @pytest.mark.usefixtures("llama_cpp")
 def test_a_comparison_alternates_and_prints_its_ratio() -> None:
     result = bench(
-        "-p", "8", "-n", "2", "-d", "4", "-r", "3", "-t", "1", "--json", "--against", "llama.cpp", "--repack", "on,off"
+        *("--demo", "tiny-qwen3moe", "-p", "8", "-n", "2", "-d", "4", "-r", "3", "-t", "1"),
+        *("--json", "--against", "llama.cpp", "--repack", "on,off"),
     )
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
@@ -299,7 +301,7 @@ def test_a_comparison_alternates_and_prints_its_ratio() -> None:
 @pytest.mark.usefixtures("llama_cpp")
 def test_llama_cpp_keeps_the_prefix_and_forgets_the_rest() -> None:
     options = PeerOptions(sys.executable, "auto", False)
-    with LlamaPeer(options, demo_model_path("tiny"), threads=1, context=256, micro_batch=64) as peer:
+    with LlamaPeer(options, TINY, threads=1, context=256, micro_batch=64) as peer:
         source = TokenSource(100, 60)
         for depth in (0, 20, 60):
             peer.fill(source.prefix(depth))
@@ -315,7 +317,7 @@ def test_an_interpreter_without_llama_cpp_is_named(tmp_path: Path, monkeypatch: 
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True, timeout=60)
     python = str(tmp_path / "bare" / "bin" / "python")
     with pytest.raises(BloomeryError, match=r"bare/bin/python has no llama\.cpp") as caught:
-        LlamaPeer(PeerOptions(python, "auto", True), demo_model_path("tiny"), threads=1, context=64, micro_batch=64)
+        LlamaPeer(PeerOptions(python, "auto", True), TINY, threads=1, context=64, micro_batch=64)
     assert "--peer-python" in caught.value.hint
     with pytest.raises(BloomeryError, match="No such file"):
         LlamaPeer(

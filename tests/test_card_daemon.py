@@ -135,14 +135,14 @@ def free_on_card() -> int:
 def test_a_daemon_serves_plan_a_and_replaces_its_worker() -> None:
     """Whole on the card, then with half of the experts on the host: same tokens as plan cpu; kill -9 of the card's
     worker ends the running request with worker_lost, the card's memory comes back, the next answer is the same."""
-    reference = start_daemon("--plan", "cpu", "--parallel", "2", "--ctx", "512")
+    reference = start_daemon("--demo", "tiny-qwen3moe", "--plan", "cpu", "--parallel", "2", "--ctx", "512")
     try:
         wanted = generate(reference.endpoint)
     finally:
         stop_daemon(reference)
-    with ModelFile.open(demo_model_path("tiny")) as model:
+    with ModelFile.open(demo_model_path("tiny-qwen3moe")) as model:
         plan = make_plan(
-            DaemonConfig(str(demo_model_path("tiny")), plan="a", context=512, slots=2),
+            DaemonConfig(str(demo_model_path("tiny-qwen3moe")), plan="a", context=512, slots=2),
             build_program(model),
             machine_room("a"),
         )
@@ -150,7 +150,9 @@ def test_a_daemon_serves_plan_a_and_replaces_its_worker() -> None:
     half = plan.total("card") - plan.tiers.card_bytes // 2
     before = free_on_card()
     for arguments in ((), ("--card-memory", str(half))):
-        daemon = start_daemon("--plan", "a", "--parallel", "2", "--ctx", "512", "--threads", "3", *arguments)
+        daemon = start_daemon(
+            "--demo", "tiny-qwen3moe", "--plan", "a", "--parallel", "2", "--ctx", "512", "--threads", "3", *arguments
+        )
         try:
             assert daemon.ready["plan"] == "a" and daemon.ready["executor"] == "card"
             assert daemon.ready["processes"] == (3 if arguments else 0)
@@ -203,7 +205,9 @@ def kill_in_a_request(endpoint: str, pid: int) -> str:
 
 
 def test_plan_auto_takes_the_card() -> None:
-    done = subprocess.run(program("plan", "--demo", "tiny", "--json"), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        program("plan", "--demo", "tiny-qwen3moe", "--json"), capture_output=True, text=True, timeout=120
+    )
     found = json.loads(done.stdout)
     assert found["plan"] == "a" and found["card"]["read"] > 1e11 and found["prediction"]["seconds"] > 0
 

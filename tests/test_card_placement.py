@@ -192,7 +192,7 @@ def test_prediction_is_bytes_over_bandwidth(program: Program) -> None:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    status = plan_program.main(["--demo", "tiny", "--no-probe", *arguments])
+    status = plan_program.main(["--demo", "tiny-qwen3moe", "--no-probe", *arguments])
     captured = capsys.readouterr()
     return status, captured.out, captured.err
 

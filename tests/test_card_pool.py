@@ -24,7 +24,7 @@ from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.program import Program
 from bloomery.runtime.reference import ReferenceExecutor
 
-PATH = str(demo_model_path("tiny"))
+PATH = str(demo_model_path("tiny-qwen3moe"))
 TOKENS = list(np.random.default_rng(7).integers(1, 200, 40))
 
 

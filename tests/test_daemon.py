@@ -29,7 +29,7 @@ from bloomery.runtime.private_daemon import PrivateDaemon
 from bloomery.runtime.requests import Admitted, Chunk, Failed, Final, GenerationRequest, SamplingParameters
 from bloomery.runtime.runtime_files import SHARED_MEMORY, runtime_directory, sweep
 
-DEMO = str(demo_model_path("tiny"))
+DEMO = str(demo_model_path("tiny-qwen3moe"))
 CONFIG = DaemonConfig(DEMO, context=1024, slots=2, processes=2, prompt_block=64)
 SECONDS = 60.0
 

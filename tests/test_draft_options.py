@@ -57,7 +57,7 @@ def test_what_cannot_be_meant_is_refused(arguments: tuple[str, ...], message: st
 
 
 def test_another_vocabulary_is_refused_by_the_first_token_that_differs() -> None:
-    files = (demo_model_path("tiny"), trained_file("tiny-deepseek2-Q3_K_M"), f32_file("llama"))
+    files = (demo_model_path("tiny-qwen3moe"), trained_file("tiny-deepseek2-Q3_K_M"), f32_file("llama"))
     demo, other, llama = (ModelFile.open(path) for path in files)
     with demo, other, llama:
         with pytest.raises(ModelFileError, match=r"cannot draft for .*: token \d+ is '.*', the model's '.*'"):
@@ -69,7 +69,7 @@ def test_another_vocabulary_is_refused_by_the_first_token_that_differs() -> None
 
 @pytest.mark.parametrize("kind", ["lookup", "model"])
 def test_a_daemon_with_drafts_says_the_same_and_counts(kind: str) -> None:
-    path = str(Path(demo_model_path("tiny")))
+    path = str(Path(demo_model_path("tiny-qwen3moe")))
     given = {"draft_model": path} if kind == "model" else {"draft": kind}
     config = DaemonConfig(path, context=256, slots=1, processes=1, prompt_block=64, draft_fixed=True, **given)  # type: ignore[arg-type]
     with PrivateDaemon(config) as daemon, Client(daemon.endpoint) as client, ControlClient(daemon.control) as control:

@@ -25,7 +25,7 @@ GOOD = HEADER + "# corpus prose.txt\n\n1: 2=9 0=4 3=4\n2: 3=8 2=7 1=1 0=0\n"
 
 @pytest.fixture(scope="module")
 def program() -> Iterator[Program]:
-    with ModelFile.open(demo_model_path("tiny")) as model:
+    with ModelFile.open(demo_model_path("tiny-qwen3moe")) as model:
         yield build_program(model)
 
 
@@ -36,7 +36,7 @@ def written(folder: Path, text: str) -> Path:
 
 
 def demo_list() -> HotList:
-    with ModelFile.open(demo_model_path("tiny")) as model:
+    with ModelFile.open(demo_model_path("tiny-qwen3moe")) as model:
         made = build_program(model)
         counts = {layer: list(range(experts)) for layer, experts in routed_layers(made).items()}
         return HotList.of_counts(model_name(model), made.layers, counts, ["made for a test"])
@@ -99,7 +99,7 @@ def test_what_is_no_text_file(tmp_path: Path) -> None:
     with pytest.raises(HotListError, match="cannot be read"):
         read_hot_list(tmp_path)
     with pytest.raises(HotListError, match="is not text"):
-        read_hot_list(demo_model_path("tiny"))
+        read_hot_list(demo_model_path("tiny-qwen3moe"))
 
 
 def test_a_list_of_another_model_is_refused(tmp_path: Path, program: Program) -> None:
@@ -134,7 +134,7 @@ def test_option_and_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["generate", "serve"])
 def test_a_daemon_refuses_a_list_of_another_model(tmp_path: Path, name: str) -> None:
     path = written(tmp_path, GOOD)
-    options = ["-n", "1", "--prompt", "x"] if name == "generate" else ["--port", "0"]
+    options = ["--demo", "tiny-qwen3moe", *(["-n", "1", "--prompt", "x"] if name == "generate" else ["--port", "0"])]
     given = {**os.environ, HOT_LIST_VARIABLE: str(path)}
     ended = subprocess.run(command(name, *options), capture_output=True, text=True, timeout=60, env=given)
     assert ended.returncode == 1, ended
@@ -144,6 +144,17 @@ def test_a_daemon_refuses_a_list_of_another_model(tmp_path: Path, name: str) -> 
 
 def test_a_daemon_takes_a_list_of_its_model(tmp_path: Path) -> None:
     path = written(tmp_path, demo_list().text())
-    options = ["--hot-list", str(path), "-n", "2", "--prompt", "func (r *Reader) Read", "--ctx", "64"]
+    options = [
+        "--demo",
+        "tiny-qwen3moe",
+        "--hot-list",
+        str(path),
+        "-n",
+        "2",
+        "--prompt",
+        "func (r *Reader) Read",
+        "--ctx",
+        "64",
+    ]
     ended = subprocess.run(command("generate", *options), capture_output=True, text=True, timeout=110)
     assert ended.returncode == 0 and "list" not in ended.stderr, "quiet"

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES: list[str] = PROJECT["tool"]["setuptools"]["packages"]
 PROGRAMS: dict[str, str] = PROJECT["project"]["scripts"]
-DEMO = "tiny-qwen3moe-Q4_K_M.gguf"
+DEMOS = "launcher/demo/tiny-deepseek41-Q3_K_M.gguf", "launcher/demo/tiny-qwen3moe-Q4_K_M.gguf"
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_every_folder_with_modules_is_a_listed_package() -> None:
     assert found == set(PACKAGES)
 
 
-def test_wheel_contains_every_module_marker_and_the_demo_model(wheel: Path, clone: Path) -> None:
+def test_wheel_contains_every_module_marker_and_the_demo_models(wheel: Path, clone: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     for package in PACKAGES:
         folder = clone / Path(*package.split(".")[1:])
@@ -79,15 +79,16 @@ def test_wheel_contains_every_module_marker_and_the_demo_model(wheel: Path, clon
             assert f"{package.replace('.', '/')}/{module.name}" in names
     for top in {package.split(".")[1] for package in PACKAGES}:
         assert f"bloomery/{top}/py.typed" in names
-    assert f"bloomery/launcher/demo/{DEMO}" in names
+    assert names >= {f"bloomery/{path}" for path in DEMOS}
     assert "bloomery/launcher/demo/README.md" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not any(name.startswith(("tests/", "docs/", "runtime/")) for name in names), "only bloomery.* is installed"
 
 
-def test_demo_model_in_the_wheel_is_the_trained_file(wheel: Path) -> None:
-    info = zipfile.ZipFile(wheel).getinfo(f"bloomery/launcher/demo/{DEMO}")
-    assert info.file_size == (ROOT / "launcher" / "demo" / DEMO).stat().st_size > 18_000_000
+def test_demo_models_in_the_wheel_are_the_trained_files(wheel: Path) -> None:
+    for path in DEMOS:
+        info = zipfile.ZipFile(wheel).getinfo(f"bloomery/{path}")
+        assert info.file_size == (ROOT / path).stat().st_size > 18_000_000
 
 
 @pytest.mark.parametrize("program", sorted(PROGRAMS))

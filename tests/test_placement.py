@@ -16,7 +16,7 @@ from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.placement import LATER_PLANS, MemoryRoom, Plan, check_plan_name, make_plan, memory_room
 from bloomery.runtime.program import Program
 
-CONFIG = DaemonConfig(str(demo_model_path("tiny")), context=512, slots=2, prompt_block=64, processes=2)
+CONFIG = DaemonConfig(str(demo_model_path("tiny-qwen3moe")), context=512, slots=2, prompt_block=64, processes=2)
 PLENTY = MemoryRoom(1 << 40, 1 << 40)
 
 

@@ -19,7 +19,7 @@ from conftest import Daemon, left_behind, program, start_daemon, stop_daemon, wa
 
 from bloomery.launcher.demo_model import demo_model_path
 
-DEMO = demo_model_path("tiny")
+DEMO = demo_model_path("tiny-qwen3moe")
 PROMPT = "func (r *Reader) Read"  # continued with wide margins, so that float noise changes no token
 SECONDS = 110.0
 
@@ -65,7 +65,7 @@ def test_status_of_a_running_daemon(demo_daemon: Daemon) -> None:
 
 def test_daemon_stops_when_told_and_leaves_nothing() -> None:
     before = left_behind()
-    daemon = start_daemon("--alias", "small", "--ctx", "64", "--parallel", "1")
+    daemon = start_daemon("--demo", "tiny-qwen3moe", "--alias", "small", "--ctx", "64", "--parallel", "1")
     assert daemon.ready["ctx"] == 64
     result = run("launch", "--stop", "--endpoint", daemon.endpoint)
     assert result.returncode == 0, result.stderr
@@ -78,7 +78,7 @@ def test_daemon_stops_when_told_and_leaves_nothing() -> None:
 
 def test_interrupted_daemon_ends_with_its_workers() -> None:
     before = left_behind()
-    daemon = start_daemon("--ctx", "64", "--parallel", "1")
+    daemon = start_daemon("--demo", "tiny-qwen3moe", "--ctx", "64", "--parallel", "1")
     workers = [
         int(pid) for pid in Path(f"/proc/{daemon.process.pid}/task/{daemon.process.pid}/children").read_text().split()
     ]
@@ -153,7 +153,7 @@ def test_private_daemon_gives_the_same_and_leaves_nothing(demo_daemon: Daemon) -
 def test_reference_executor_agrees_with_the_kernels(demo_daemon: Daemon) -> None:
     options = ("--prompt", PROMPT, "-n", "3")
     host = run_json("generate", "--endpoint", demo_daemon.endpoint, *options)
-    reference = run_json("generate", "--executor", "reference", "--ctx", "64", *options)
+    reference = run_json("generate", "--demo", "tiny-qwen3moe", "--executor", "reference", "--ctx", "64", *options)
     assert reference == host
 
 

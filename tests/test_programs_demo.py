@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 from conftest import program
 
-from bloomery.launcher.demo_model import demo_model_path
+from bloomery.launcher.demo_model import DemoName, demo_model_path
 from bloomery.runtime.errors import BloomeryError
+from bloomery.runtime.model_file import ModelFile
 
 
-def test_shipped_model_lies_in_the_package() -> None:
-    path = Path(demo_model_path("tiny"))
-    assert path.read_bytes()[:4] == b"GGUF"
+@pytest.mark.parametrize(("name", "architecture"), [("tiny", "deepseek41"), ("tiny-qwen3moe", "qwen3moe")])
+def test_shipped_models_lie_in_the_package(name: DemoName, architecture: str) -> None:
+    path = Path(demo_model_path(name))
+    with ModelFile.open(path) as model:
+        assert model.architecture == architecture
     assert (path.parent / "README.md").exists(), "origin and licences lie beside it"
 
 

@@ -13,7 +13,7 @@ from bloomery.launcher.demo_model import demo_model_path
 
 DATA = Path(__file__).parent / "data"
 MODELS = {
-    "qwen3moe-Q4_K_M": Path(demo_model_path("tiny")),
+    "qwen3moe-Q4_K_M": Path(demo_model_path("tiny-qwen3moe")),
     "deepseek2-Q3_K_M": DATA / "models" / "tiny-deepseek2-Q3_K_M.gguf",
 }
 # llama.cpp on these files and texts: first 20 chunks of 512 tokens, no BOS, F16 KV cache, two threads.

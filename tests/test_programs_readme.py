@@ -25,7 +25,7 @@ SECONDS = 110.0
 
 def shell(command: str) -> subprocess.Popen[str]:
     """Runs a README command as typed in an activated environment; model.gguf is the demo model."""
-    command = command.replace("\\|", "|").replace("model.gguf", shlex.quote(demo_model_path("tiny")))
+    command = command.replace("\\|", "|").replace("model.gguf", shlex.quote(demo_model_path("tiny-qwen3moe")))
     environment = os.environ | {"PATH": f"{SCRIPTS}:{os.environ['PATH']}"}
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(
@@ -74,7 +74,7 @@ def test_first_command_answers() -> None:
 
 def test_library_example_prints_a_continuation() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    code = code.replace('"model.gguf"', repr(demo_model_path("tiny")))
+    code = code.replace('"model.gguf"', repr(demo_model_path("tiny-qwen3moe")))
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)
     assert run.returncode == 0, run.stderr
     assert len(run.stdout) > 20

@@ -117,7 +117,7 @@ def test_dumps_are_the_recorded_bytes(kind: Kind) -> None:
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[PrivateDaemon]:
     before = left_behind()
-    config = DaemonConfig(str(demo_model_path("tiny")), executor="reference", context=256, slots=2, prompt_block=32)
+    config = DaemonConfig(demo_model_path("tiny-qwen3moe"), executor="reference", context=256, slots=2, prompt_block=32)
     with PrivateDaemon(config) as started:
         yield started
     assert left_behind() <= before

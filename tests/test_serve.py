@@ -20,7 +20,7 @@ from serving import Serving, events, serving, start_server, stop_server, wait_fo
 
 PROMPT = "The history of the"
 GREEDY = {"prompt": PROMPT, "temperature": 0, "seed": 1, "n_predict": 12}
-DEMO = ("--demo", "tiny", "--threads", "1")
+DEMO = ("--demo", "tiny-qwen3moe", "--threads", "1")
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a word?"}]
 
 
@@ -400,7 +400,7 @@ def test_keys_and_origins() -> None:
 
 def test_a_client_that_leaves_frees_its_slot() -> None:
     """The reference executor is slow enough for an answer to be left."""
-    with serving("--demo", "tiny", "--executor", "reference", "-np", "1", "-c", "512", "--metrics") as server:
+    with serving("--demo", "tiny-qwen3moe", "--executor", "reference", "-np", "1", "-c", "512", "--metrics") as server:
         for count, stream in enumerate((False, True), 1):
             body = json.dumps({"prompt": PROMPT, "n_predict": -1, "ignore_eos": True, "stream": stream}).encode()
             with socket.create_connection(("127.0.0.1", server.port)) as sock:
@@ -416,7 +416,7 @@ def test_a_client_that_leaves_frees_its_slot() -> None:
 def test_full_queue() -> None:
     """One slot and a queue of one: the third request is refused. The reference executor is slow enough for that."""
     arguments = ("--executor", "reference", "-c", "512", "-np", "1", "--queue", "1", "--metrics")
-    with serving("--demo", "tiny", *arguments) as server:
+    with serving("--demo", "tiny-qwen3moe", *arguments) as server:
         statuses: list[int] = []
         long = GREEDY | {"n_predict": 150, "ignore_eos": True}
         threads = [

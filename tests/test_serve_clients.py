@@ -18,7 +18,7 @@ SETTINGS: dict[str, Any] = {"model": "any", "messages": MESSAGES, "max_tokens": 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Serving]:
-    with serving("--demo", "tiny", "--threads", "1", "-np", "2", "-c", "2048", "--api-key", "k") as running:
+    with serving("--demo", "tiny-qwen3moe", "--threads", "1", "-np", "2", "-c", "2048", "--api-key", "k") as running:
         yield running
 
 

@@ -39,7 +39,8 @@ def test_norms() -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Serving]:
-    with serving("--demo", "tiny", "--executor", "reference", "--embeddings", "-np", "2", "-c", "512") as running:
+    flags = ("--embeddings", "-np", "2", "-c", "512")
+    with serving("--demo", "tiny-qwen3moe", "--executor", "reference", *flags) as running:
         yield running
 
 

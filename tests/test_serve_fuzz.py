@@ -70,7 +70,7 @@ def mutated(value: Any, dice: random.Random) -> Any:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Serving]:
-    with serving("--demo", "tiny", "--threads", "1", "--embeddings", "-np", "2", "-c", "512") as running:
+    with serving("--demo", "tiny-qwen3moe", "--threads", "1", "--embeddings", "-np", "2", "-c", "512") as running:
         yield running
 
 

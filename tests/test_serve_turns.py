@@ -24,7 +24,8 @@ TEMPLATE = """{% if tools %}<|im_start|>system
 </tool_call>{% endfor %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-FLAGS = ("--demo", "tiny", "--threads", "1", "--parallel", "1", "-c", "2048", "--metrics", "--chat-template", TEMPLATE)
+DEMO = ("--demo", "tiny-qwen3moe", "--threads", "1", "--parallel", "1")
+FLAGS = (*DEMO, "-c", "2048", "--metrics", "--chat-template", TEMPLATE)
 SCHEMA = {
     "type": "object",
     "properties": {"place": {"enum": ["river", "sea"]}, "again": {"type": "boolean"}},

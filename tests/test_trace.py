@@ -88,7 +88,7 @@ def test_counts_are_the_routers_choices(name: str, capsys: pytest.CaptureFixture
 
 
 def test_nothing_but_the_ids_moves() -> None:
-    with ModelFile.open(demo_model_path("tiny")) as model:
+    with ModelFile.open(demo_model_path("tiny-qwen3moe")) as model:
         before = build_program(model)
         after = keep_choices(before)
     assert [op.name for op in after.ops] == [op.name for op in before.ops]
@@ -126,12 +126,25 @@ def test_files_of_a_trace(tmp_path: Path) -> None:
     text.write_text("The history of the world is a history of words. " * 12)
     hot, plot = tmp_path / "demo.hot", tmp_path / "usage.svg"
     ended = run(
-        "-f", str(text), "-f", "-", "--tokens", "100", "-o", str(hot), "--plot", str(plot), "--json", text="a b c"
+        "--demo",
+        "tiny-qwen3moe",
+        "-f",
+        str(text),
+        "-f",
+        "-",
+        "--tokens",
+        "100",
+        "-o",
+        str(hot),
+        "--plot",
+        str(plot),
+        "--json",
+        text="a b c",
     )
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
     made = read_hot_list(hot)
-    with ModelFile.open(demo_model_path("tiny")) as model:
+    with ModelFile.open(demo_model_path("tiny-qwen3moe")) as model:
         check_hot_list(made, build_program(model))
     assert [entry["text"] for entry in found["texts"]] == ["words", "standard input"]
     assert found["texts"][0]["tokens"] == 100
