@@ -10,6 +10,7 @@ import struct
 from typing import Final
 
 from bloomery.cpu_experts.stage import STEP_OUT_ROWS, STEP_ROWS, LoweringContext, Stage
+from bloomery.runtime.cache_types import stored_bytes
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.model_file import Tensor
 from bloomery.runtime.program import Program, View
@@ -67,13 +68,12 @@ class LoweringPass:
         """Rows of x go to elements `start`... of the state's rows, those that complete a group of `ratio` positions."""
         state, cache_type = self.context.state(name), self._cache_type(name)
         address, row_stride, head_stride = self._heads(x)
-        element = F32_BYTES if cache_type == "f32" else 2
         source = (address, row_stride, x.count, x.width, head_stride)
-        target = (state.address + start * element, state.slot_stride, state.row_stride, state.rows)
+        target = (state.address + stored_bytes(cache_type, start), state.slot_stride, state.row_stride, state.rows)
         self.emit(f"cache_write_{cache_type}", *source, *target, ratio, self._rows(x))
 
     def _cache_type(self, state: str) -> str:
-        """Type of a state's elements: "f32", "f16" or "i32"."""
+        """Type of a state's elements: "f32", "f16", "q8_0" or "i32"."""
         kind = self.program.states[state].kind
         return self.context.cache_type if kind == "cache" else kind
 

@@ -97,7 +97,7 @@ class LoweringContext(Protocol):
 
     @property
     def cache_type(self) -> str:
-        """Element type of the caches: "f32" or "f16"."""
+        """Type of the caches: "f32", "f16" or "q8_0"."""
 
     def view(self, view: View) -> tuple[int, int]:
         """Address of element `view.start` of row 0, and the distance between rows in bytes."""

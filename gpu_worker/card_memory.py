@@ -150,6 +150,9 @@ class CardMemory:
     def dtype(self, name: str) -> np.dtype[Any]:
         return self._types[name]
 
+    def width(self, name: str) -> int:
+        return self._program.states[name].width
+
     def read(self, name: str, slot: int, logical: range) -> NDArray[Any]:
         rows = np.empty((len(logical), self._program.states[name].width), self._types[name])
         flat, done = rows.reshape(-1).view(np.uint8), 0
@@ -221,6 +224,9 @@ class CardStore:
 
     def dtype(self, name: str) -> np.dtype[Any]:
         return self._memory.dtype(name)
+
+    def width(self, name: str) -> int:
+        return self._memory.width(name)
 
     def read(self, name: str, slot: int, logical: range) -> NDArray[Any]:
         with self._card.current("reading a slot"):

@@ -89,7 +89,9 @@ def build_parser() -> Parser:
     )
     trial.add_argument("-r", "--repeats", type=positive, default=5, metavar="N", help="rounds after a warm-up (5)")
     trial.add_argument("--prompt-block", type=positive, default=512, metavar="N", help="greatest rows of a step (512)")
-    trial.add_argument("--cache-type", choices=("f16", "f32"), default="f16", help="type of the attention caches")
+    trial.add_argument(
+        "--cache-type", choices=("f16", "f32", "q8_0"), default="f16", help="type of the attention caches"
+    )
     peer = parser.add_argument_group("comparison")
     peer.add_argument("--against", choices=("llama.cpp",), help="alternate with this engine's installed wheel")
     peer.add_argument(

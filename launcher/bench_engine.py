@@ -12,10 +12,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self
 
 from bloomery.launcher.bench_trial import Trial
 from bloomery.runtime.architectures import build_program
+from bloomery.runtime.cache_types import CacheType
 from bloomery.runtime.completion import new_request_id
 from bloomery.runtime.engine import Engine
 from bloomery.runtime.errors import RequestError
@@ -54,7 +55,7 @@ class BenchEngine:
         threads: int,
         context: int,
         prompt_block: int,
-        cache_type: Literal["f16", "f32"],
+        cache_type: CacheType,
         progress: Progress = lambda stage, done, total: None,
     ) -> None:
         with ExitStack() as stack:

@@ -33,7 +33,7 @@ PEER_FIGURES: Final = (
     "cpu_ratio_spread",
 )
 """Null without a peer; those of CPU time also with several threads."""
-CACHE_BYTES: Final = {"f16": 2, "f32": 4}
+CACHE_BYTES: Final = {"f16": 2.0, "f32": 4.0, "q8_0": 34 / 32}
 
 
 @dataclass
@@ -172,7 +172,7 @@ def kind_rows(
     return found
 
 
-def trial_work(program: Program, trial: Trial, block: int, cache_bytes: int) -> dict[str, Work]:
+def trial_work(program: Program, trial: Trial, block: int, cache_bytes: float) -> dict[str, Work]:
     """Bytes and operations of all steps of a trial together, by kind of op."""
     found: dict[str, Work] = {}
     for rows, position in trial_steps(trial, block):

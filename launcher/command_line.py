@@ -220,7 +220,11 @@ def add_daemon_options(parser: argparse.ArgumentParser) -> None:
         help="CPU-expert processes, one core each (default: every core this process may use)",
     )
     group.add_argument("--prompt-block", type=positive, metavar="N", help="greatest number of rows of a step")
-    group.add_argument("--cache-type", choices=("f16", "f32"), help="type of the attention caches (default f16)")
+    group.add_argument(
+        "--cache-type",
+        choices=("f16", "f32", "q8_0"),
+        help="type of the attention caches (default f16; q8_0: half of it)",
+    )
     group.add_argument(
         "--executor", choices=("host", "reference"), help="reference runs the slow NumPy definition of every op"
     )

@@ -83,7 +83,7 @@ def _add_machine_flags(group: argparse._ArgumentGroup) -> None:
         "-b", "--batch-size", "--prompt-block", type=positive, metavar="N", help="rows of a step, at most"
     )
     add_plan_options(group)
-    group.add_argument("-ctk", "--cache-type", "--cache-type-k", metavar="TYPE", help="f16 (default) or f32")
+    group.add_argument("-ctk", "--cache-type", "--cache-type-k", metavar="TYPE", help="f16 (default), f32 or q8_0")
     group.add_argument("-ctv", "--cache-type-v", metavar="TYPE", help="must be that of --cache-type-k")
     group.add_argument("--executor", choices=("host", "reference"), help=argparse.SUPPRESS)
     group.add_argument("--queue", type=positive, metavar="N", help="requests that may wait before one is refused")
@@ -229,10 +229,10 @@ def daemon_of(args: argparse.Namespace) -> DaemonConfig:
     if context is None:
         total = DEFAULT_CONTEXT * slots if args.ctx_size is None else args.ctx_size
         context = total if args.kv_unified and args.ctx_size is not None else total // slots
-    cache = {None: "f16", "f16": "f16", "f32": "f32"}
+    cache = {None: "f16", "f16": "f16", "f32": "f32", "q8_0": "q8_0"}
     if args.cache_type not in cache or (args.cache_type_v or args.cache_type) != args.cache_type:
         raise UsageError(
-            f"cache types {args.cache_type} and {args.cache_type_v}: only f16 or f32 for both is supported",
+            f"cache types {args.cache_type} and {args.cache_type_v}: only f16, f32 or q8_0 for both is supported",
             "leave out -ctk and -ctv",
         )
     given: dict[str, Any] = {

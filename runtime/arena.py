@@ -35,11 +35,12 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bloomery.runtime.cache_types import CacheType, stored_dtype
 from bloomery.runtime.engram_record import engram_bytes, engram_tables
 from bloomery.runtime.errors import BloomeryError, PlanError
 from bloomery.runtime.hand_off import hand_off_bytes
@@ -47,7 +48,7 @@ from bloomery.runtime.memory_limits import available_memory
 from bloomery.runtime.ops_hand_off import HandOffWait
 from bloomery.runtime.program import Buffer, CacheState, Program
 from bloomery.runtime.runtime_files import SHARED_MEMORY
-from bloomery.runtime.states import element_type
+from bloomery.runtime.states import element_type, row_width
 from bloomery.runtime.step_record import control_bytes, record_bytes
 
 LAYOUT_VERSION = 1
@@ -62,10 +63,6 @@ LEAST_SPARE = 16
 
 _HEADER = struct.Struct("<8sIIQ32s16s")  # magic, version, header bytes, segment bytes, layout digest, segment
 _HEADER_BYTES = 4096
-_DTYPES: Mapping[str, np.dtype[Any]] = {
-    "f32": np.dtype(np.float32),
-    "i32": np.dtype(np.int32),
-}
 
 
 class ArenaError(BloomeryError):
@@ -81,7 +78,7 @@ class ArenaShape:
     max_rows: int
     max_out_rows: int
     processes: int
-    cache_type: Literal["f32", "f16"]
+    cache_type: CacheType
     cards: int = 0
 
     @property
@@ -168,9 +165,13 @@ class ArenaLayout:
     def state_dtype(self, name: str) -> np.dtype[Any]:
         return element_type(self.states[name], self.shape.cache_type)
 
+    def state_width(self, name: str) -> int:
+        """How many of its type a row of a state takes: its elements, or the bytes of their blocks."""
+        return row_width(self.states[name], self.shape.cache_type)
+
     def state_stride(self, name: str) -> int:
         """Bytes from one row of a state to the next."""
-        return aligned(self.state_dtype(name).itemsize * self.states[name].width, ROW_ALIGNMENT)
+        return aligned(self.state_dtype(name).itemsize * self.state_width(name), ROW_ALIGNMENT)
 
     def slot_stride(self, name: str) -> int:
         """Bytes from one slot of a state to the next."""
@@ -248,13 +249,13 @@ class Arena:
         """A buffer as (greatest number of rows, width)."""
         buffer, where = self.layout.buffers[name], self.layout.regions[f"buffer:{name}"]
         shape, strides = (self.layout.rows(buffer), buffer.width), (self.layout.buffer_stride(name), 4)
-        return np.ndarray(shape, _DTYPES[buffer.dtype], self._maps[where.segment], where.offset, strides)
+        return np.ndarray(shape, stored_dtype(buffer.dtype), self._maps[where.segment], where.offset, strides)
 
     def state(self, name: str) -> NDArray[Any]:
-        """A state as (slots, rows, width) in its type."""
+        """A state as (slots, rows, `state_width`) in its type."""
         layout, where = self.layout, self.layout.regions[f"state:{name}"]
         dtype = layout.state_dtype(name)
-        shape = (layout.shape.slots, layout.state_rows(name), layout.states[name].width)
+        shape = (layout.shape.slots, layout.state_rows(name), layout.state_width(name))
         strides = (layout.slot_stride(name), layout.state_stride(name), dtype.itemsize)
         return np.ndarray(shape, dtype, self._maps[where.segment], where.offset, strides)
 

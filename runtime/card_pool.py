@@ -12,13 +12,14 @@ import itertools
 import os
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.runtime import runtime_files
 from bloomery.runtime.arena import Arena, ArenaLayout, ArenaShape, Lowered
+from bloomery.runtime.cache_types import CacheType
 from bloomery.runtime.errors import StepAborted
 from bloomery.runtime.executor import StateSnapshot, StepResult, StepRows, check_rows
 from bloomery.runtime.expert_tiers import ExpertTiers
@@ -47,6 +48,9 @@ class CardRows:
 
     def dtype(self, name: str) -> np.dtype[Any]:
         return self._dtypes[name]
+
+    def width(self, name: str) -> int:
+        return self._states[name].width
 
     def read(self, name: str, slot: int, logical: range) -> NDArray[Any]:
         answer = self._group.ask(self._rank, "read", name=name, slot=slot, first=logical.start, count=len(logical))
@@ -105,7 +109,7 @@ class CardPool:
         context: int,
         slots: int,
         prompt_block: int = 512,
-        cache_type: Literal["f32", "f16"] = "f16",
+        cache_type: CacheType = "f16",
         card: int = 0,
         tiers: ExpertTiers | None = None,
         processes: int = 1,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from bloomery.runtime.cache_types import CacheType
+
 
 @dataclass(frozen=True)
 class DaemonConfig:
@@ -29,7 +31,7 @@ class DaemonConfig:
     slots: int = 4
     processes: int = 0
     prompt_block: int = 512
-    cache_type: Literal["f32", "f16"] = "f16"
+    cache_type: CacheType = "f16"
     executor: Literal["host", "reference"] = "host"
     queue_limit: int = 64
     endpoint: str = ""

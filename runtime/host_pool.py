@@ -10,13 +10,15 @@ import atexit
 import itertools
 import os
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.runtime import router_choices, runtime_files
 from bloomery.runtime.arena import TICKS_PER_STAGE, Arena, ArenaLayout, ArenaShape, Lowered
+from bloomery.runtime.cache_support import check_cache_type
+from bloomery.runtime.cache_types import CacheType
 from bloomery.runtime.cpu_limits import affinity_mask, cpu_quota
 from bloomery.runtime.engram_process import EngramProcess
 from bloomery.runtime.errors import WorkerLost
@@ -106,7 +108,7 @@ class HostPool:
         slots: int,
         processes: int = 0,
         prompt_block: int = 512,
-        cache_type: Literal["f32", "f16"] = "f16",
+        cache_type: CacheType = "f16",
         progress: Progress = lambda stage, done, total: None,
         time_stages: bool = False,
         workload: str = MODEL_WORKLOAD,
@@ -123,6 +125,7 @@ class HostPool:
         """
         runtime_files.sweep()
         program = router_choices.keep_choices(program) if keep_choices else program
+        check_cache_type(program, cache_type)
         processes = processes or default_processes()
         max_rows = max(prompt_block, slots)
         max_out_rows = min(max_rows, max(slots, LOGITS_BYTES // (4 * program.vocabulary), 1))

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from bloomery.runtime.cache_support import check_cache_type
 from bloomery.runtime.card_probe import CardRoom, may_have_card, probe_cards
 from bloomery.runtime.daemon_config import DaemonConfig
 from bloomery.runtime.errors import PlanError
@@ -115,6 +116,7 @@ def make_plan(config: DaemonConfig, program: Program, room: MemoryRoom, hot: Hot
             f"slots {config.slots}, prompt block {config.prompt_block} and context {config.context} make no plan",
             "slots and prompt block are at least 1, context is at least 0 (0: chosen)",
         )
+    check_cache_type(program, config.cache_type)
     if config.plan == "a":
         return _card_plan(config, program, room, hot)
     if config.plan == "cpu" or config.executor == "reference":
@@ -155,6 +157,8 @@ def _card_plan(config: DaemonConfig, program: Program, room: MemoryRoom, hot: Ho
         raise PlanError("the reference executor runs on the host", "use --plan cpu with --executor reference")
     if not room.cards:
         raise PlanError("plan a needs a card, and there is none", "run with --plan cpu")
+    if config.cache_type == "q8_0":
+        raise PlanError("caches of q8_0 are for plan cpu: cards have f16, f32", "use --cache-type f16 or --plan cpu")
     card = max(room.cards, key=lambda card: (card.free, -card.number))
     some = config.processes or max(1, default_processes() - _KEPT_CORES)
     whole = ExpertTiers.everything(program)
@@ -228,7 +232,7 @@ def _refuse_what_does_not_fit(plan: Plan, room: MemoryRoom) -> None:
 _HINTS = {
     "dense weights": "free memory, or use a smaller file",
     "host experts": "free memory, or use a smaller file",
-    "KV cache": "ask for less context (--ctx), fewer sequences (--parallel) or --cache-type f16",
+    "KV cache": "ask for less context (--ctx), fewer sequences (--parallel) or --cache-type f16 or q8_0",
     "activations": "ask for a smaller --prompt-block",
     "logits": "ask for a smaller --prompt-block or fewer sequences (--parallel)",
     "processes": "ask for fewer processes (--threads)",

@@ -14,6 +14,14 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from bloomery.runtime.cache_support import check_cache_type
+from bloomery.runtime.cache_types import (
+    CacheType,
+    dequantise_rows,
+    quantise_rows,
+    stored_dtype,
+    stored_width,
+)
 from bloomery.runtime.dequantised_weights import DequantisedWeights
 from bloomery.runtime.engram_hash import NO_TOKEN
 from bloomery.runtime.errors import StepAborted
@@ -84,7 +92,6 @@ from bloomery.runtime.reference_ops import (
 )
 from bloomery.runtime.slot_states import SlotStates
 
-CACHE_TYPES: dict[str, type[np.floating[Any]]] = {"f16": np.float16, "f32": np.float32, "f64": np.float64}
 MAX_LOGITS_BYTES = 64 << 20
 
 
@@ -99,7 +106,7 @@ class ReferenceExecutor:
         context: int,
         slots: int = 1,
         max_rows: int = 512,
-        cache_type: Literal["f16", "f32", "f64"] = "f32",
+        cache_type: CacheType | Literal["f64"] = "f32",
         dtype: DTypeLike = np.float32,
         weight_bytes: int = 2 << 30,
         spare: int | None = None,
@@ -107,6 +114,8 @@ class ReferenceExecutor:
         """`spare` (default: max_rows) is how far rings reach back beyond what a row reads; see `states`."""
         spare = max_rows if spare is None else spare
         assert context > 0 and slots > 0 and max_rows > 0 and spare >= max_rows - 1
+        if cache_type != "f64":
+            check_cache_type(program, cache_type)
         self.program = program
         self.dtype = np.dtype(dtype)
         self._context, self._slots, self._max_rows = context, slots, max_rows
@@ -114,9 +123,11 @@ class ReferenceExecutor:
         self._max_out_rows = min(max_rows, max(slots, most, 1))
         self._weights = DequantisedWeights(program, self.dtype, weight_bytes)
         # what is not cached stays in the executor's own precision
-        dtypes = {"cache": np.dtype(CACHE_TYPES[cache_type]), "f32": self.dtype, "i32": np.dtype(np.int32)}
+        cached = np.dtype(np.float64) if cache_type == "f64" else stored_dtype(cache_type)
+        dtypes = {"cache": cached, "f32": self.dtype, "i32": np.dtype(np.int32)}
+        self._blocks = cache_type == "q8_0"
         self._states: dict[str, NDArray[Any]] = {
-            state.name: np.zeros((slots, state.rows(context, spare), state.width), dtypes[state.kind])
+            state.name: np.zeros((slots, state.rows(context, spare), self._stored(state.width)), dtypes[state.kind])
             for state in program.states.values()
         }
         self._slot_states = SlotStates(program.states, self._states, slots=slots, context=context, spare=spare)
@@ -249,7 +260,9 @@ class ReferenceExecutor:
             case CacheWrite():
                 slots, positions = self._places(op.x, rows)
                 at = self._slot_states.rows(op.state, positions)
-                self._states[op.state][slots, at, op.start : op.start + op.x.elements] = flat(op.x)
+                values = quantise_rows(flat(op.x)) if self._blocks else flat(op.x)
+                first = self._stored(op.start)
+                self._states[op.state][slots, at, first : first + values.shape[1]] = values
             case Attention():
                 write(op.out, self._attend(op, rows))
             case Router():
@@ -451,16 +464,25 @@ class ReferenceExecutor:
             mine = rows.slots == slot
             positions = rows.positions[mine]
             seen = int(positions.max()) + 1
-            keys = self._states[op.keys][slot, :seen, : op.kv_heads * op.key_width]
-            values = self._states[op.values][slot, :seen, : op.kv_heads * op.value_width]
+            keys = self._cached(op.keys, slot, seen, op.kv_heads * op.key_width)
+            values = self._cached(op.values, slot, seen, op.kv_heads * op.value_width)
             out[mine] = attention(
                 q[mine],
-                keys.astype(self.dtype).reshape(seen, op.kv_heads, op.key_width),
-                values.astype(self.dtype).reshape(seen, op.kv_heads, op.value_width),
+                keys.reshape(seen, op.kv_heads, op.key_width),
+                values.reshape(seen, op.kv_heads, op.value_width),
                 positions,
                 op.scale,
             )
         return out
+
+    def _stored(self, width: int) -> int:
+        """How many array elements keep `width` cached ones: q8_0 states, of which all kinds are "cache", hold bytes."""
+        return stored_width("q8_0", width) if self._blocks else width
+
+    def _cached(self, state: str, slot: int, rows: int, width: int) -> Floats:
+        """The first `width` elements of a slot's first rows."""
+        stored = self._states[state][slot, :rows, : self._stored(width)]
+        return dequantise_rows(stored, self.dtype) if self._blocks else stored.astype(self.dtype)
 
     def _allocate(self, op: Op, rows: StepRows) -> None:
         """Sizes the buffers that the op writes to this step's rows; keeps what parts of them were written before."""

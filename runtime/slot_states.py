@@ -21,7 +21,10 @@ class RowStore(Protocol):
     """Where the rows of states are kept. `logical` is a range of a state's logical rows."""
 
     def dtype(self, name: str) -> np.dtype[Any]:
-        """Of a state's elements."""
+        """Of what a state's rows hold."""
+
+    def width(self, name: str) -> int:
+        """How many of them a row holds."""
 
     def read(self, name: str, slot: int, logical: range) -> NDArray[Any]:
         """A copy (rows, width)."""
@@ -33,13 +36,16 @@ class RowStore(Protocol):
 
 
 class ArrayRows:
-    """Rows in arrays of this process: `arrays` maps each state to (slots, rows(context, spare), width)."""
+    """Rows in arrays of this process: `arrays` maps each state to (slots, rows(context, spare), stored width)."""
 
     def __init__(self, states: Mapping[str, CacheState], arrays: Mapping[str, NDArray[Any]]) -> None:
         self._states, self.arrays = states, arrays
 
     def dtype(self, name: str) -> np.dtype[Any]:
         return self.arrays[name].dtype
+
+    def width(self, name: str) -> int:
+        return int(self.arrays[name].shape[2])
 
     def read(self, name: str, slot: int, logical: range) -> NDArray[Any]:
         rows = self.arrays[name][slot]
@@ -101,7 +107,7 @@ class SlotStates:
     def snapshot_bytes(self, positions: int, reach: int = 0) -> int:
         """Bytes of the rows of such a snapshot."""
         return sum(
-            len(state.reaching(positions - reach, positions)) * state.width * self._store.dtype(name).itemsize
+            len(state.reaching(positions - reach, positions)) * self._row_bytes(name)
             for name, state in self._states.items()
         )
 
@@ -116,7 +122,7 @@ class SlotStates:
         if snapshot.positions > self._context:
             raise ValueError(f"slot {slot} has no {snapshot.positions} positions")
         for state in self._states.values():
-            expected = (len(state.reaching(first, snapshot.positions)), state.width)
+            expected = (len(state.reaching(first, snapshot.positions)), self._store.width(state.name))
             stored, dtype = snapshot.rows.get(state.name), self._store.dtype(state.name)
             if stored is None or stored.shape != expected or stored.dtype != dtype:
                 raise ValueError(f"the snapshot does not fit state {state.name}: expected {dtype} {expected}")
@@ -126,6 +132,9 @@ class SlotStates:
             done = wanted.start - state.reaching(first, snapshot.positions).start
             self._store.write(name, slot, wanted, snapshot.rows[name][done : done + len(wanted)])
         self.reach.restored(slot, positions, begin)
+
+    def _row_bytes(self, name: str) -> int:
+        return self._store.width(name) * self._store.dtype(name).itemsize
 
     def _check(self, *slots: int) -> None:
         for slot in slots:

@@ -16,12 +16,14 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from bloomery.runtime.cache_types import stored_dtype, stored_width
+
 Element: TypeAlias = Literal["cache", "f32", "i32"]
 
 
 @dataclass(frozen=True)
 class CacheState:
-    """One row of `width` elements for every position, in the cache type (f32 or f16)."""
+    """One row of `width` elements for every position, in the cache type (`cache_types`)."""
 
     name: str
     width: int
@@ -76,16 +78,18 @@ class GroupState(CacheState):
         return range(positions // self.ratio)
 
 
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "f32": np.dtype(np.float32),
-    "i32": np.dtype(np.int32),
-    "f16": np.dtype(np.float16),
-}
-
-
 def element_type(state: CacheState, cache_type: str) -> np.dtype[Any]:
     """What the state's elements are stored as where the caches are of this type."""
-    return _DTYPES[cache_type if state.kind == "cache" else state.kind]
+    return stored_dtype(_kind(state, cache_type))
+
+
+def row_width(state: CacheState, cache_type: str) -> int:
+    """How many of them a row takes."""
+    return stored_width(_kind(state, cache_type), state.width)
+
+
+def _kind(state: CacheState, cache_type: str) -> str:
+    return cache_type if state.kind == "cache" else state.kind
 
 
 def pieces(logical: range, rows: int) -> list[slice]:

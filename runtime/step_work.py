@@ -84,7 +84,7 @@ def op_kind(program: Program, op: Op) -> Kind:
     return _KINDS.get(type(op), "elementwise")
 
 
-def step_work(program: Program, rows: int, position: int, cache_bytes: int) -> dict[Kind, Work]:
+def step_work(program: Program, rows: int, position: int, cache_bytes: float) -> dict[Kind, Work]:
     """One step of `rows` consecutive rows of one slot, the last at `position`, that wants the last row's logits;
     `cache_bytes` an element of the caches. Each weight and each cache row counts as read once a step.
 
@@ -100,7 +100,7 @@ def step_work(program: Program, rows: int, position: int, cache_bytes: int) -> d
     return {kind: work for kind, work in found.items() if work != Work()}
 
 
-def _op_work(program: Program, op: Op, rows: int, position: int, cache_bytes: int) -> Work:
+def _op_work(program: Program, op: Op, rows: int, position: int, cache_bytes: float) -> Work:
     tensors = [program.weights[name] for name in op_weights(op)]
     nbytes, elements = float(sum(tensor.nbytes for tensor in tensors)), sum(map(_elements, tensors))
     if isinstance(op, TableRows):
@@ -134,7 +134,7 @@ def _op_work(program: Program, op: Op, rows: int, position: int, cache_bytes: in
     return Work(nbytes)
 
 
-def _window_work(program: Program, op: WindowAttention, rows: int, position: int, cache_bytes: int) -> Work:
+def _window_work(program: Program, op: WindowAttention, rows: int, position: int, cache_bytes: float) -> Work:
     """Every row as the last one: the window, and the group rows that were chosen or, without a choice, all."""
     seen = min(position + 1, op.span)
     if op.groups is not None:

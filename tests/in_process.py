@@ -16,6 +16,7 @@ from bloomery.cpu_experts.compile_cache import compile_kernel
 from bloomery.cpu_experts.lowering import lower
 from bloomery.cpu_experts.stage import STEP_WORDS, BroughtRows, CacheAddress, Stage
 from bloomery.runtime.arena import LEAST_SPARE
+from bloomery.runtime.cache_types import stored_dtype, stored_width
 from bloomery.runtime.executor import StepRows
 from bloomery.runtime.model_file import Tensor
 from bloomery.runtime.program import Program, View
@@ -71,10 +72,12 @@ class InProcessExecutor:
             dtype = np.float32 if buffer.dtype == "f32" else np.int32
             self.buffers[buffer.name] = aligned_bytes(rows * stride * 4, 0xFF).view(dtype).reshape(rows, stride)
         spare = max(max_rows, LEAST_SPARE)
-        dtypes = {"cache": np.float32 if cache_type == "f32" else np.float16, "f32": np.float32, "i32": np.int32}
         self.states: dict[str, NDArray[Any]] = {
-            state.name: np.zeros((slots, state.rows(context, spare), state.width), dtypes[state.kind])
+            state.name: np.zeros(
+                (slots, state.rows(context, spare), stored_width(kind, state.width)), stored_dtype(kind)
+            )
             for state in program.states.values()
+            for kind in [cache_type if state.kind == "cache" else state.kind]
         }
         self.memory: dict[str, NDArray[np.uint8]] = {}
         self.settled = False

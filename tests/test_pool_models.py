@@ -18,6 +18,7 @@ from oracle_data import quantised_file
 from pool_kit import left_behind, worker_children
 
 from bloomery.runtime.architectures import build_program
+from bloomery.runtime.cache_types import CacheType
 from bloomery.runtime.errors import WorkerLost
 from bloomery.runtime.executor import StepRows
 from bloomery.runtime.host_pool import HostPool
@@ -28,7 +29,7 @@ PROMPT = 530
 
 
 @contextmanager
-def open_pool(path: Path, processes: int, block: int, cache_type: Literal["f32", "f16"] = "f32") -> Iterator[HostPool]:
+def open_pool(path: Path, processes: int, block: int, cache_type: CacheType = "f32") -> Iterator[HostPool]:
     with ModelFile.open(path) as model:
         pool = HostPool.start(
             str(path),

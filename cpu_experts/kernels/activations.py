@@ -107,19 +107,24 @@ def _q8_k(x: int, values: int, d: int, sums: int) -> None:
         _quantise_256(x, values, d, sums, extreme)
 
 
-@emits(types.void, _INT, _INT, _INT, _INT)
-def _q8_0(s: Emitter, x: Value, values: Value, d: Value, sums: Value) -> None:
+def quants_of_32(s: Emitter, x: Value) -> tuple[Value, list[Value]]:
+    """Of the 32 floats at x: the block's f32 scale, and the rounded values as four i32x8."""
     parts = [s.load(f32x8, x, 32 * part) for part in range(4)]
     largest = s.fabs(parts[0])
     for part in parts[1:]:
         largest = s.fmax(largest, s.fabs(part))
     largest = _horizontal(s, largest, s.fmax)
     single = largest.type
-    half = vector("f16", 1).ir.element
     scale = s.fdiv(largest, single(127.0))
     inverse = s.fdiv(single(127.0), largest)
     inverse = s.b.select(s.b.fcmp_unordered("!=", largest, single(0.0)), inverse, single(0.0))
-    quants = [s.round_to_i32(s.fmul(part, s.splat(f32x8, inverse))) for part in parts]
+    return scale, [s.round_to_i32(s.fmul(part, s.splat(f32x8, inverse))) for part in parts]
+
+
+@emits(types.void, _INT, _INT, _INT, _INT)
+def _q8_0(s: Emitter, x: Value, values: Value, d: Value, sums: Value) -> None:
+    scale, quants = quants_of_32(s, x)
+    single, half = scale.type, vector("f16", 1).ir.element
     joined = s.concat(s.concat(quants[0], quants[1]), s.concat(quants[2], quants[3]))
     s.store(s.trunc(i8x32, joined), values)
     fours = s.sum4(*quants)

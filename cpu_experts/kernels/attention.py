@@ -8,7 +8,8 @@ Owns its order of operations, which depends on nothing but the row's own positio
     weight[p] = e[p] * (1 / total)                        both rounded, as ggml does
     out[j]    = fma over p in ascending order of weight[p] * value[p][j], from 0
 
-With an f16 cache, q and the weights are rounded to f16 before they meet it, as ggml rounds them. Heads that share keys
+With an f16 cache, q and the weights are rounded to f16 before they meet it, as ggml rounds them; with q8_0 they are
+not (ggml rounds q to q8_0 in some of its paths). Heads that share keys
 are taken together (`attention_tiles`), and head by head, so that the rows of a prompt block meet the same keys while
 they are in cache.
 """
@@ -32,14 +33,12 @@ from bloomery.cpu_experts.kernels.attention_tiles import (
     score_tile,
     value_tile,
 )
+from bloomery.cpu_experts.kernels.cache_rows import load_cached, load_cached_one, row_bytes
 from bloomery.cpu_experts.kernels.float_dots import (
-    ELEMENT_BYTES,
     LANES,
     f32x16,
     f32x64,
     finish_lanes,
-    load_float,
-    load_floats,
     no_lanes,
 )
 from bloomery.cpu_experts.kernels.layouts import ATTENTION_HEADS
@@ -50,7 +49,6 @@ from bloomery.cpu_experts.simd import (
     argument,
     compiled,
     emits,
-    f16x8,
     f32x4,
     f32x8,
     float_argument,
@@ -67,9 +65,9 @@ ATTENTION_WORDS: Final = 21
 
 
 def _key_step(name: str) -> Any:
-    @emits(f32x64, _INT, _INT, _INT, _INT, _INT, f32x64)
-    def step(s: Emitter, k0: Value, k1: Value, k2: Value, k3: Value, q: Value, lanes: Value) -> Value:
-        keys = [load_floats(s, name, key) for key in (k0, k1, k2, k3)]
+    @emits(f32x64, _INT, _INT, _INT, _INT, _INT, _INT, f32x64)
+    def step(s: Emitter, k0: Value, k1: Value, k2: Value, k3: Value, at: Value, q: Value, lanes: Value) -> Value:
+        keys = [load_cached(s, name, key, at) for key in (k0, k1, k2, k3)]
         wide = s.concat(s.concat(keys[0], keys[1]), s.concat(keys[2], keys[3]))
         query = as_cached(s, name, s.load(f32x16, q))
         twice = s.concat(query, query)
@@ -79,12 +77,13 @@ def _key_step(name: str) -> Any:
 
 
 def _key_tail(name: str) -> Any:
-    @emits(f32x64, _INT, _INT, _INT, _INT, _INT, types.int64, f32x64)
-    def step(s: Emitter, k0: Value, k1: Value, k2: Value, k3: Value, q: Value, lane: Value, lanes: Value) -> Value:
+    @emits(f32x64, *[_INT] * 7, f32x64)
+    def step(s: Emitter, *words: Value) -> Value:
+        keys, (element, q, lane, lanes) = words[:4], words[4:]
         query = as_cached(s, name, s.load_scalar("f32", q))
-        for row, key in enumerate((k0, k1, k2, k3)):
+        for row, key in enumerate(keys):
             at = s.add(lane, lane.type(16 * row))
-            total = s.fma(load_float(s, name, key), query, s.b.extract_element(lanes, at))
+            total = s.fma(load_cached_one(s, name, key, element), query, s.b.extract_element(lanes, at))
             lanes = s.b.insert_element(lanes, total, at)
         return lanes
 
@@ -152,27 +151,25 @@ def _sum(s: Emitter, value: Value) -> Value:
 
 
 def _value_step(name: str, columns: int) -> Any:
-    """Numba function (value row, address of its weight, totals) -> totals for 64 or 8 columns."""
+    """Numba function (value row, first column, address of its weight, totals) -> totals for 64 or 8 columns."""
     kind = f32x64 if columns == 64 else f32x8
 
-    @emits(kind, _INT, _INT, kind)
-    def step(s: Emitter, row: Value, weight: Value, total: Value) -> Value:
+    @emits(kind, _INT, _INT, _INT, kind)
+    def step(s: Emitter, row: Value, column: Value, weight: Value, total: Value) -> Value:
         if columns == 64:
-            parts = [load_floats(s, name, row, 16 * part * (4 if name == "F32" else 2)) for part in range(4)]
+            parts = [load_cached(s, name, row, s.add(column, column.type(16 * part))) for part in range(4)]
             values = s.concat(s.concat(parts[0], parts[1]), s.concat(parts[2], parts[3]))
-        elif name == "F32":
-            values = s.load(f32x8, row)
         else:
-            values = s.widen(f32x8, s.load(f16x8, row))
+            values = load_cached(s, name, row, column, 8)
         return s.fma(values, s.splat(kind, s.load_scalar("f32", weight)), total)
 
     return step
 
 
 def _value_single(name: str) -> Any:
-    @emits(types.float32, _INT, _INT, types.float32)
-    def step(s: Emitter, row: Value, weight: Value, total: Value) -> Value:
-        return s.fma(load_float(s, name, row), s.load_scalar("f32", weight), total)
+    @emits(types.float32, _INT, _INT, _INT, types.float32)
+    def step(s: Emitter, row: Value, column: Value, weight: Value, total: Value) -> Value:
+        return s.fma(load_cached_one(s, name, row, column), s.load_scalar("f32", weight), total)
 
     return step
 
@@ -218,7 +215,6 @@ def _softmax(name: str) -> Callable[[int, int], None]:
 
 def _one_head(name: str) -> Callable[..., None]:
     """Numba function for one query and widths of any size."""
-    element = ELEMENT_BYTES[name]
     key_step, key_tail, softmax = _key_step(name), _key_tail(name), _softmax(name)
     value_64, value_8, value_1 = _value_step(name, 64), _value_step(name, 8), _value_single(name)
 
@@ -236,30 +232,28 @@ def _one_head(name: str) -> Callable[..., None]:
             k3 = keys + min(position + 3, last) * key_stride
             lanes = no_lanes()
             for start in range(0, whole, LANES):
-                at = start * element
-                lanes = key_step(k0 + at, k1 + at, k2 + at, k3 + at, q + 4 * start, lanes)
+                lanes = key_step(k0, k1, k2, k3, start, q + 4 * start, lanes)
             for start in range(whole, key_width):
-                at = start * element
-                lanes = key_tail(k0 + at, k1 + at, k2 + at, k3 + at, q + 4 * start, start - whole, lanes)
+                lanes = key_tail(k0, k1, k2, k3, start, q + 4 * start, start - whole, lanes)
             _store_scores(finish_lanes(lanes), scale, scores + 4 * position)
         softmax(scores, seen)
         column = 0
         while column + 64 <= value_width:
             wide = no_lanes()
             for position in range(seen):
-                wide = value_64(values + position * value_stride + column * element, scores + 4 * position, wide)
+                wide = value_64(values + position * value_stride, column, scores + 4 * position, wide)
             _store_64(wide, out + 4 * column)
             column += 64
         while column + 8 <= value_width:
             eight = _nothing()
             for position in range(seen):
-                eight = value_8(values + position * value_stride + column * element, scores + 4 * position, eight)
+                eight = value_8(values + position * value_stride, column, scores + 4 * position, eight)
             _store_8(eight, out + 4 * column)
             column += 8
         while column < value_width:
             one = _no_total()
             for position in range(seen):
-                one = value_1(values + position * value_stride + column * element, scores + 4 * position, one)
+                one = value_1(values + position * value_stride, column, scores + 4 * position, one)
             _store_1(one, out + 4 * column)
             column += 1
 
@@ -272,7 +266,7 @@ def _heads_of_row(name: str) -> Callable[..., None]:
 
     Keys and values are gone through once, for all of these heads: what memory and page tables have to give for a
     position lies together, while the rows of one head alone lie far apart."""
-    element, together = ELEMENT_BYTES[name], heads_together()
+    bytes_of, together = row_bytes(name), heads_together()
     rounded, softmax = round_queries(name), _softmax(name)
     scores_of, outputs_of = score_tile(name), value_tile(name)
 
@@ -289,10 +283,10 @@ def _heads_of_row(name: str) -> Callable[..., None]:
             clear_columns(out + head * out_head, value_width // LANES)
         kv_first = first // group
         kv_heads = (last - 1) // group + 1 - kv_first
-        keys += kv_first * key_width * element
-        values += kv_first * value_width * element
-        key_lines = (kv_heads * key_width * element + 63) // 64
-        value_lines = (kv_heads * value_width * element + 63) // 64
+        keys += bytes_of(kv_first * key_width)
+        values += bytes_of(kv_first * value_width)
+        key_lines = (bytes_of(kv_heads * key_width) + 63) // 64
+        value_lines = (bytes_of(kv_heads * value_width) + 63) // 64
         for position in range(0, seen, 4):
             fetch_rows(keys + (position + AHEAD) * key_stride, key_stride, min(4, seen - position - AHEAD), key_lines)
             final = seen - 1
@@ -301,7 +295,7 @@ def _heads_of_row(name: str) -> Callable[..., None]:
             k2 = keys + min(position + 2, final) * key_stride
             k3 = keys + min(position + 3, final) * key_stride
             for head in range(first, last, together):
-                at = (head // group - kv_first) * key_width * element
+                at = bytes_of((head // group - kv_first) * key_width)
                 place = head - first
                 scores_of(
                     k0 + at, k1 + at, k2 + at, k3 + at, scratch + 4 * place * key_width, 4 * key_width, blocks,
@@ -314,11 +308,11 @@ def _heads_of_row(name: str) -> Callable[..., None]:
             start = values + position * value_stride
             fetch_rows(start + AHEAD * value_stride, value_stride, min(AHEAD, seen - position - AHEAD), value_lines)
             for head in range(first, last, together):
-                at = start + (head // group - kv_first) * value_width * element
+                at = start + bytes_of((head // group - kv_first) * value_width)
                 weights = scores + (head - first) * score_row + 4 * position
                 for column in range(0, value_width, COLUMNS):
                     outputs_of(
-                        at + column * element, value_stride, count, weights, score_row,
+                        at + bytes_of(column), value_stride, count, weights, score_row,
                         out + head * out_head + 4 * column, out_head,
                     )  # fmt: skip
 
@@ -328,7 +322,7 @@ def _heads_of_row(name: str) -> Callable[..., None]:
 
 def _many_rows(name: str) -> Callable[..., None]:
     """Numba function for the rows of a prompt block: a unit is some consecutive rows and the heads that share keys."""
-    element = ELEMENT_BYTES[name]
+    bytes_of = row_bytes(name)
     rows_of_slot = rows_of_one_slot(name, _softmax(name))
 
     @compiled
@@ -351,9 +345,9 @@ def _many_rows(name: str) -> Callable[..., None]:
                 rows_of_slot(
                     argument(args, 5) + row * argument(args, 6) + kv_head * group * argument(args, 7),
                     argument(args, 6), argument(args, 7),
-                    argument(args, 11) + slot * argument(args, 12) + kv_head * key_width * element, argument(args, 13),
+                    argument(args, 11) + slot * argument(args, 12) + bytes_of(kv_head * key_width), argument(args, 13),
                     key_width,
-                    argument(args, 14) + slot * argument(args, 15) + kv_head * value_width * element,
+                    argument(args, 14) + slot * argument(args, 15) + bytes_of(kv_head * value_width),
                     argument(args, 16), value_width, positions + 4 * row, last - row, group, scale,
                     argument(args, 17) + rank * argument(args, 19), queries + ATTENTION_HEADS, argument(args, 18),
                     argument(args, 8) + row * argument(args, 9) + kv_head * group * argument(args, 10),
@@ -366,9 +360,9 @@ def _many_rows(name: str) -> Callable[..., None]:
 
 
 def attention(cache_type: str) -> Callable[[int, int, int, int], None]:
-    """Kernel `attention_<type>` for caches of type f32 or f16."""
+    """Kernel `attention_<type>` for caches of type f32, f16 or q8_0."""
     name = cache_type.upper()
-    element, together = ELEMENT_BYTES[name], heads_together()
+    bytes_of, together = row_bytes(name), heads_together()
     one_head, heads_of_row = _one_head(name), _heads_of_row(name)
     many_rows = _many_rows(name)
 
@@ -410,8 +404,8 @@ def attention(cache_type: str) -> Callable[[int, int, int, int], None]:
                 for head in range(first, last):
                     kv_head = head // group
                     one_head(
-                        q + head * q_head, keys + kv_head * key_width * element, key_stride, key_width,
-                        values + kv_head * value_width * element, value_stride, value_width, seen, scale, scores,
+                        q + head * q_head, keys + bytes_of(kv_head * key_width), key_stride, key_width,
+                        values + bytes_of(kv_head * value_width), value_stride, value_width, seen, scale, scores,
                         out + head * out_head,
                     )  # fmt: skip
             unit += last - first

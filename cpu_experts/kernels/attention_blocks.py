@@ -17,7 +17,8 @@ from numba import types
 
 from bloomery.cpu_experts.isa import AVX512VNNI, at_least
 from bloomery.cpu_experts.kernels.attention_tiles import round_queries
-from bloomery.cpu_experts.kernels.float_dots import ELEMENT_BYTES, LANES, load_floats
+from bloomery.cpu_experts.kernels.cache_rows import load_cached
+from bloomery.cpu_experts.kernels.float_dots import LANES
 from bloomery.cpu_experts.kernels.layouts import ATTENTION_COLUMNS, ATTENTION_KEYS, ATTENTION_VALUES
 from bloomery.cpu_experts.simd import Emitter, Value, compiled, emits, f32x8, load_i32, vector
 
@@ -67,9 +68,9 @@ def _pack_keys(name: str) -> Any:
             addresses.append(s.add(keys, s.mul(stride, s.b.select(s.b.icmp_signed("<", number, last), number, last))))
 
         def one(index: Value, carried: list[Value]) -> list[Value]:
-            offset = s.mul(index, index.type(LANES * ELEMENT_BYTES[name]))
+            start = s.mul(index, index.type(LANES))
             for first in range(0, ATTENTION_KEYS, width):
-                loads = [load_floats(s, name, s.add(at, offset)) for at in addresses[first : first + width]]
+                loads = [load_cached(s, name, at, start) for at in addresses[first : first + width]]
                 for part in range(0, LANES, width):
                     square = [s.lanes(row, range(part, part + width)) for row in loads] if width < LANES else loads
                     for lane, column in enumerate(_transposed(s, square)):
@@ -142,10 +143,10 @@ def _copy_values(name: str) -> Any:
             target = s.add(out, s.mul(position, position.type(4 * ATTENTION_COLUMNS)))
 
             def part(index: Value, _: list[Value]) -> list[Value]:
-                at = s.add(source, s.mul(index, index.type(ATTENTION_COLUMNS * ELEMENT_BYTES[name])))
+                column = s.mul(index, index.type(ATTENTION_COLUMNS))
                 to = s.add(target, s.mul(index, index.type(4 * ATTENTION_COLUMNS * ATTENTION_VALUES)))
                 for first in range(0, ATTENTION_COLUMNS, LANES):
-                    s.store(load_floats(s, name, at, first * ELEMENT_BYTES[name]), to, 4 * first)
+                    s.store(load_cached(s, name, source, s.add(column, column.type(first))), to, 4 * first)
                 return []
 
             s.loop(parts, [], part)

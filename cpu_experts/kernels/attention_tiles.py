@@ -11,7 +11,8 @@ from typing import Any, Final
 from numba import types
 
 from bloomery.cpu_experts.isa import AVX512VNNI, at_least, prefetch_distance
-from bloomery.cpu_experts.kernels.float_dots import ELEMENT_BYTES, LANES, f32x16, load_floats
+from bloomery.cpu_experts.kernels.cache_rows import load_cached
+from bloomery.cpu_experts.kernels.float_dots import LANES, f32x16
 from bloomery.cpu_experts.kernels.layouts import ATTENTION_HEADS
 from bloomery.cpu_experts.simd import Emitter, Value, emits, f32x4, vector
 
@@ -25,8 +26,8 @@ def heads_together() -> int:
 
 
 def as_cached(s: Emitter, name: str, value: Value) -> Value:
-    """f32 values (a scalar or a vector) rounded to the type of the cache that they meet."""
-    if name == "F32":
+    """f32 values (a scalar or a vector) as they meet the cache: rounded to f16 if that is its type."""
+    if name != "F16":
         return value
     half = vector("f16", value.type.count).ir if hasattr(value.type, "count") else vector("f16", 1).ir.element
     return s.b.fpext(s.b.fptrunc(value, half), value.type)
@@ -57,8 +58,8 @@ def score_tile(name: str) -> Any:
         keys, (queries, distance, blocks, scores, row, scale) = words[:4], words[4:]
 
         def step(index: Value, lanes: list[Value]) -> list[Value]:
-            at = s.mul(index, index.type(LANES * ELEMENT_BYTES[name]))
-            wide = [load_floats(s, name, s.add(key, at)) for key in keys]
+            first = s.mul(index, index.type(LANES))
+            wide = [load_cached(s, name, key, first) for key in keys]
             at = s.add(queries, s.mul(index, index.type(4 * LANES)))
             loaded = [s.load(f32x16, s.add(at, s.mul(distance, distance.type(head)))) for head in range(heads)]
             return [
@@ -88,7 +89,7 @@ def value_tile(name: str) -> Any:
 
         def step(index: Value, totals: list[Value]) -> list[Value]:
             at = s.add(values, s.mul(index, stride))
-            wide = [load_floats(s, name, at, LANES * part * ELEMENT_BYTES[name]) for part in range(parts)]
+            wide = [load_cached(s, name, at, LANES * part) for part in range(parts)]
             at = s.add(weights, s.mul(index, index.type(4)))
             shares = [s.load_scalar("f32", s.add(at, s.mul(row, row.type(head)))) for head in range(heads)]
             return [

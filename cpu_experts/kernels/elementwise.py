@@ -1,4 +1,4 @@
-"""Kernels that treat every element alone, and moves: add, swiglu, select_rows, cache_write, experts_sum, embed_<type>.
+"""Kernels that treat every element alone, and moves: add, swiglu, select_rows, experts_sum, embed_<type>.
 
 Owns their order of operations: `add` and the products of `experts_sum` round each product and each sum once, experts
 are added in rank order; dequantised elements are (d * scale) * (value - offset) - dmin * minimum, each operation
@@ -14,7 +14,7 @@ from numba import types
 
 from bloomery.cpu_experts.kernels.block_formats import SMALL_BLOCKS, SUPER_BLOCKS, BlockFormat, block_scales
 from bloomery.cpu_experts.kernels.float_dots import ELEMENT_BYTES, load_float
-from bloomery.cpu_experts.kernels.work import share_end, share_start, step_row
+from bloomery.cpu_experts.kernels.work import share_end, share_start
 from bloomery.cpu_experts.simd import (
     Emitter,
     Value,
@@ -158,36 +158,6 @@ def narrow_run(x: int, out: int, count: int) -> None:
         _store_f16_8(x + 4 * start, out + 2 * start)
     for start in range(whole, count):
         _store_f16_1(x + 4 * start, out + 2 * start)
-
-
-def cache_write(cache_type: str) -> Callable[[int, int, int, int], None]:
-    """Kernel `cache_write_<type>`: x, x row stride, heads, width, x head stride, first cache row (element `start` of
-    row 0 of slot 0), slot stride, row stride, rows of a slot, ratio, rows (index of the step's row count).
-
-    A position that completes a group of `ratio` is written, to row (position // ratio) mod (rows of a slot)."""
-    run = copy_run if cache_type == "f32" else narrow_run
-    element = 4 if cache_type == "f32" else 2
-
-    def kernel(args: int, rank: int, ranks: int, step: int) -> None:
-        kind, slots, positions = argument(args, 10), argument(step, 3), argument(step, 4)
-        rows = argument(step, kind)
-        heads, width, in_slot, ratio = argument(args, 2), argument(args, 3), argument(args, 8), argument(args, 9)
-        for unit in range(share_start(rows * heads, rank, ranks), share_end(rows * heads, rank, ranks)):
-            row = unit // heads
-            head = unit - row * heads
-            at = 4 * step_row(step, kind, row)
-            slot, position = load_i32(slots + at), load_i32(positions + at)
-            group = position // ratio
-            if position - group * ratio == ratio - 1:
-                place = group - group // in_slot * in_slot
-                target = argument(args, 5) + slot * argument(args, 6) + place * argument(args, 7)
-                run(
-                    argument(args, 0) + row * argument(args, 1) + head * argument(args, 4),
-                    target + head * width * element,
-                    width,
-                )
-
-    return kernel
 
 
 @emits(types.void, _INT, _INT, _INT, _INT, _INT, _INT)
