@@ -23,6 +23,12 @@ def shard_path(path: Path, number: int) -> Path:
     return path.with_name(f"{match['stem']}-{number + 1:05d}-of-{match['count']}.gguf")
 
 
+def shard_files(path: Path) -> list[Path]:
+    """The files of a model as their names tell: `path` alone, or the whole split to which it belongs."""
+    match = _SHARD_NAME.fullmatch(path.name)
+    return [path] if match is None else [shard_path(path, number) for number in range(int(match["count"]))]
+
+
 def read_shards(path: Path) -> list[Container]:
     """The container of `path` and, if it is the first shard of a split, those of all the others in order."""
     first = read_container(path)

@@ -57,6 +57,11 @@ class Child:
         """Whether a signal keeps it from running until another one comes."""
         return process_state(self.pid) == "T"
 
+    @property
+    def killed_by(self) -> int:
+        """The number of the signal that ended it; 0 if none did."""
+        return max(0, -(self._process.poll() or 0))
+
     def describe_exit(self, where: str = "") -> str:
         """`was killed by SIGKILL` or `ended with exit status 3`, where, and its last words if there are any."""
         status = self._process.poll()

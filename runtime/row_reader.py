@@ -46,19 +46,23 @@ class TableReadError(BloomeryError):
 
 @dataclass(frozen=True)
 class RowTable:
-    """`rows` rows of `row_bytes` bytes each, the first of them at byte `offset` of the file."""
+    """`rows` rows of `row_bytes` bytes each, the first of them at byte `offset` of the file. `name`: the tensor's."""
 
     path: str
     offset: int
     rows: int
     row_bytes: int
+    name: str = ""
 
     @classmethod
     def of(cls, tensor: Tensor) -> RowTable:
         """A matrix of a model file."""
-        return cls(
-            str(tensor.path), tensor.offset, math.prod(tensor.shape[1:]), tensor.quant_type.row_bytes(tensor.shape[0])
-        )
+        rows, row_bytes = math.prod(tensor.shape[1:]), tensor.quant_type.row_bytes(tensor.shape[0])
+        return cls(str(tensor.path), tensor.offset, rows, row_bytes, tensor.name)
+
+    @property
+    def title(self) -> str:
+        return f"table {self.name}" if self.name else f"table at byte {self.offset}"
 
     @property
     def nbytes(self) -> int:
@@ -235,7 +239,7 @@ class RowReader:
         table = self.tables[index]
         row = (offset - table.offset) // self.row_bytes
         return TableReadError(
-            f"{table.path}: row {row} of the table at byte {table.offset} cannot be read: {why}",
+            f"{table.path}: row {row} of {table.title} cannot be read: {why}",
             "the file has changed or its disk fails: check it, then send the request again",
         )
 
@@ -250,12 +254,11 @@ def _open(table: RowTable, direct: bool) -> int:
                 f"{table.path}: its file system has no direct reads", "leave --engram-direct out"
             ) from error
         raise TableReadError(f"{table.path}: {error.strerror}", hint) from error
-    size = os.fstat(file).st_size
-    if size < table.offset + table.nbytes:
+    size, end = os.fstat(file).st_size, table.offset + table.nbytes
+    if size < end:
         os.close(file)
         raise TableReadError(
-            f"{table.path}: has {size} bytes, its table of {table.rows} rows ends at {table.offset + table.nbytes}",
-            hint,
+            f"{table.path}: has {size} bytes, its {table.title} of {table.rows} rows ends at {end}", hint
         )
     if not direct:
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)  # a row brings its own pages only

@@ -6,6 +6,7 @@ Owns the processes and the ROUTER socket through which they are reached outside 
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ import zmq
 
 from bloomery.runtime.arena import Arena, Lowered
 from bloomery.runtime.errors import BloomeryError, PlanError, WorkerLost
+from bloomery.runtime.file_sizes import FileSizes
 from bloomery.runtime.process_tree import Child, DeathWatch
 from bloomery.runtime.runtime_files import socket_path
 from bloomery.runtime.worker_messages import DOORBELL, WorkerStart, decode, encode, error_of, lowered_of
@@ -42,6 +44,7 @@ class WorkerGroup:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._children: list[Child] = []
+        self._sizes = FileSizes(starts[0].model)
         try:
             self._bind()
             self._starts = [replace(start, endpoint=f"ipc://{self._path}") for start in starts]
@@ -60,7 +63,12 @@ class WorkerGroup:
         return f"{self._starts[rank].who} (pid {self._children[rank].pid})"
 
     def describe_exit(self, rank: int, where: str = "") -> str:
-        return f"{self.describe(rank)} {self._children[rank].describe_exit(where)}"
+        child = self._children[rank]
+        described = f"{self.describe(rank)} {child.describe_exit(where)}"
+        if child.killed_by == signal.SIGBUS:
+            model = self._sizes.shortened() or f"{self._starts[rank].model} cannot be read, or /dev/shm is full"
+            described += f"; a page of its memory was not there: {model}"
+        return described
 
     def any_dead(self) -> bool:
         """One system call: whether a worker has died since it was started."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from deepseek_data import _kit, program_of
+from deepseek_data import _kit, program_of, tiny41
 from engine_client import GREEDY, Client, exhaust
 from in_process import InProcessExecutor
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ from bloomery.runtime.engram_hash import histories
 from bloomery.runtime.engram_record import EngramWords, engram_bytes, engram_tables
 from bloomery.runtime.errors import RequestError, StepAborted, WorkerLost
 from bloomery.runtime.executor import StepRows
+from bloomery.runtime.file_sizes import FileSizes
 from bloomery.runtime.host_pool import HostPool
 from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.tokenizer import Tokenizer
@@ -198,7 +199,8 @@ def test_a_file_that_fails_fails_the_request_only(path: Path) -> None:
         finally:
             mend()
         assert failure.code == "internal"
-        assert str(path) in failure.message and "cannot be read: 0 of 110 bytes are there" in failure.message
+        assert str(path) in failure.message and f" of table {last.name} " in failure.message
+        assert "cannot be read: 0 of 110 bytes are there" in failure.message
         assert client.tokens(ask()) == before
         assert (pool.statistics()["pids"], engram_of(pool)["pid"]) == pids
         with pytest.raises(RequestError):
@@ -207,6 +209,36 @@ def test_a_file_that_fails_fails_the_request_only(path: Path) -> None:
                 pool.step(rows_of(TOKENS[:3]))
             finally:
                 mend()
+
+
+def test_a_file_cut_under_its_readers_is_named(tmp_path: Path) -> None:
+    """Here tensors that workers have mapped are cut off, too, which kills them: the error says why."""
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(tiny41("a").read_bytes())
+    whole = path.stat().st_size
+    with ModelFile.open(path) as model, open_pool(path) as pool:
+        client = Client(Engine(pool, Tokenizer.from_model_file(model), None))
+        request = client.submit(tuple(TOKENS[:8].tolist()), max_tokens=2, sampling=GREEDY)
+        exhaust(client)
+        assert len(client.tokens(request)) == 2
+        os.truncate(path, whole // 8)
+        request = client.submit(tuple(TOKENS[8:16].tolist()), max_tokens=2, sampling=GREEDY)
+        exhaust(client)
+        failure = client.failure(request)
+        assert failure.code == "worker_lost" and "was killed by SIGBUS" in failure.message
+        assert f"{path} has {whole // 8} bytes and had {whole} when it was opened" in failure.message
+
+
+def test_sizes_of_a_split_model(tmp_path: Path) -> None:
+    shards = [tmp_path / f"m-{number:05d}-of-00003.gguf" for number in (1, 2, 3)]
+    for shard in shards:
+        shard.write_bytes(bytes(100))
+    sizes = FileSizes(str(shards[0]))
+    shards[0].write_bytes(bytes(101))
+    shards[1].unlink()
+    assert sizes.shortened() == ""
+    os.truncate(shards[2], 99)
+    assert sizes.shortened().startswith(f"{shards[2]} has 99 bytes and had 100 ")
 
 
 def test_words() -> None:

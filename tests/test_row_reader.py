@@ -145,7 +145,9 @@ def test_files_that_fail(tmp_path: Path, opened: Opener) -> None:
     path = tmp_path / "table"
     path.write_bytes(contents.tobytes())
     table = RowTable(str(path), 0, 1000, ROW)
-    with pytest.raises(TableReadError, match=r"table: has 110000 bytes, its table of 1001 rows ends at 110110"):
+    with pytest.raises(
+        TableReadError, match=r"table: has 110000 bytes, its table at byte 0 of 1001 rows ends at 110110"
+    ):
         opened([(RowTable(str(path), 0, 1001, ROW), contents)])
     with pytest.raises(TableReadError, match="nowhere: No such file"):
         opened([(RowTable(str(tmp_path / "nowhere"), 0, 1, ROW), contents)])
@@ -153,13 +155,13 @@ def test_files_that_fail(tmp_path: Path, opened: Opener) -> None:
     with pytest.raises(ValueError, match=r"outside 0\.\.999"):
         fetch(reader, [np.array([3, 1000], np.int32)])
     os.truncate(path, 999 * ROW + 10)
-    with pytest.raises(TableReadError, match="row 999 of the table at byte 0 cannot be read: 10 of 110 bytes"):
+    with pytest.raises(TableReadError, match="row 999 of table at byte 0 cannot be read: 10 of 110 bytes"):
         fetch(reader, [np.array([3, 999, 4], np.int32)])
     ids = np.array([998, 0], np.int32)
     np.testing.assert_array_equal(fetch(reader, [ids])[0], contents[ids])
     unreadable = os.open(tmp_path / "other", os.O_WRONLY | os.O_CREAT)
     os.dup2(unreadable, reader._files[0])
-    with pytest.raises(TableReadError, match=r"row 7 of the table .* Bad file descriptor"):
+    with pytest.raises(TableReadError, match=r"row 7 of table .* Bad file descriptor"):
         fetch(reader, [np.array([7], np.int32)])
     os.close(unreadable)
     reader.close()

@@ -80,7 +80,7 @@ def test_loads_runs_and_leaves_tables_on_the_disk(size: Size) -> None:
         str(path), context=size.context, slots=1, processes=2, prompt_block=BLOCK, engram_cache=CACHE_MIB
     )
     plan = make_plan(config, program, MemoryRoom(size.memory, size.memory))
-    assert next(term.nbytes for term in plan.terms if term.name == "weights") == weights
+    assert plan.total("mapped") == weights and plan.total("disk") == hollow
     tokens = np.random.default_rng(3).integers(0, program.vocabulary, size.prompt + size.generated).astype(np.int32)
     assert path.stat().st_size > hollow
     pool = opened(size, program)
