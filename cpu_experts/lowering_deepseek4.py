@@ -167,11 +167,11 @@ class Deepseek4Lowering(LoweringPass):
         scratch = self.context.scratch("index", area * max(self.context.ranks, SHARED_INDEX_ROWS))
         of_query = (op.q.count, op.q.width, bits_of(op.scale), *self._heads(op.q), *self.context.view(op.weights))
         head = (*of_query, state.address, state.slot_stride, state.row_stride, op.ratio, scratch, area)
-        self.emit(f"index_scores_{cache_type}", *head)
         choice: tuple[int, ...] = (*self.context.view(op.out), op.out.elements)
         for view in (op.kept, op.within):
             choice += (*self.context.view(view), view.elements) if view else (0, 0, 0)
-        self.emit(f"index_rows_{cache_type}", *head, *choice, op.block, blocks_at)
+        for kernel in ("index_scores", "index_rows"):
+            self.emit(f"{kernel}_{cache_type}", *head, *choice, op.block, blocks_at)
 
     # ---- attention
     def _window_attention(self, op: WindowAttention) -> None:

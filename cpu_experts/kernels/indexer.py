@@ -4,6 +4,9 @@ Owns the order of operations. score[i] is one fma chain over the heads in order 
 0, the dot as in `float_dots`. The greatest scores are found by bisection over their bit patterns as ordered integers;
 every tie goes to the lower row; a NaN or -infinity is never kept.
 
+An op that chooses within the candidate blocks of another scores the rows of those blocks only; whatever lies in the
+other places is overwritten before anything is chosen.
+
 In steps of few rows the scores are shared out among the ranks by runs of group rows (`index_scores`), so that one row
 keeps all of them busy; in steps of many rows each rank scores its rows itself. The sums are the same.
 """
@@ -39,9 +42,8 @@ LEAST: Final = -(2**31)
 NEVER: Final = -(2**31) + 0x7FFFFF  # the ordered integer of -infinity
 FIRST: Final = 2**31 - 1
 # Arguments of both: heads, width, scale, q, row stride, head stride, weights, row stride, keys, slot stride, row
-# stride, ratio, scratch, bytes of an area; of index_rows besides: out, row stride, kept rows, kept blocks or 0, row
-# stride, their number, within or 0, row stride, their number, block, offset of the blocks' area in an area.
-INDEX_WORDS: Final = 14
+# stride, ratio, scratch, bytes of an area, out, row stride, kept rows, kept blocks or 0, row stride, their number,
+# within or 0, row stride, their number, block, offset of the blocks' area in an area.
 
 
 @emits(f32x4)
@@ -88,21 +90,47 @@ def _visible(args: int, step: int, row: int) -> int:
     return count
 
 
+def _score_candidates(name: str) -> Any:
+    """Numba function that scores the group rows of the blocks at places first..last-1 of a row's list of candidate
+    blocks (neighbouring blocks as one run)."""
+    score = _score_run(name)
+
+    @compiled
+    def candidates(args: int, step: int, row: int, first: int, last: int, visible: int, scores: int) -> None:
+        within, block = argument(args, 20) + row * argument(args, 21), argument(args, 23)
+        place = first
+        while place < last and load_i32(within + 4 * place) >= 0:
+            begin = load_i32(within + 4 * place)
+            end = begin
+            while place < last and load_i32(within + 4 * place) == end:
+                end += 1
+                place += 1
+            score(args, step, row, begin * block, min(end * block, visible), visible, scores)
+
+    return candidates
+
+
 def index_scores(cache_type: str) -> Callable[[int, int, int, int], None]:
-    """Kernel `index_scores_<type>`."""
-    score = _score_run(cache_type.upper())
+    """Kernel `index_scores_<type>`. Where a run of candidates ends, two ranks may write a score, with equal bits."""
+    score, candidates = _score_run(cache_type.upper()), _score_candidates(cache_type.upper())
 
     def kernel(args: int, rank: int, ranks: int, step: int) -> None:
-        rows, most = argument(step, 0), 0
+        rows, most, run = argument(step, 0), 0, RUN
         if rows <= SHARED_INDEX_ROWS:
-            for row in range(rows):
-                most = max(most, _visible(args, step, row))
-            runs = (most + RUN - 1) // RUN
+            if argument(args, 20) != 0:
+                most, run = argument(args, 22), max(1, RUN // argument(args, 23))
+            else:
+                for row in range(rows):
+                    most = max(most, _visible(args, step, row))
+            runs = (most + run - 1) // run
             for unit in range(share_start(rows * runs, rank, ranks), share_end(rows * runs, rank, ranks)):
                 row = unit // runs
-                first, visible = (unit - row * runs) * RUN, _visible(args, step, row)
+                first, visible = (unit - row * runs) * run, _visible(args, step, row)
                 scores = argument(args, 12) + row * argument(args, 13)
-                score(args, step, row, first, min(first + RUN, visible), visible, scores)
+                if argument(args, 20) != 0:
+                    candidates(args, step, row, first, min(first + run, most), visible, scores)
+                else:
+                    score(args, step, row, first, min(first + run, visible), visible, scores)
 
     return kernel
 
@@ -210,7 +238,7 @@ def _keep_blocks(values: int, count: int, within: int, kept: int, block: int) ->
 
 def index_rows(cache_type: str) -> Callable[[int, int, int, int], None]:
     """Kernel `index_rows_<type>`."""
-    score = _score_run(cache_type.upper())
+    score, candidates = _score_run(cache_type.upper()), _score_candidates(cache_type.upper())
 
     def kernel(args: int, rank: int, ranks: int, step: int) -> None:
         rows, keep, block = argument(step, 0), argument(args, 16), argument(args, 23)
@@ -220,7 +248,10 @@ def index_rows(cache_type: str) -> Callable[[int, int, int, int], None]:
             area = row if rows <= SHARED_INDEX_ROWS else rank
             scores = argument(args, 12) + area * argument(args, 13)
             if rows > SHARED_INDEX_ROWS and visible > 0:
-                score(args, step, row, 0, visible, visible, scores)
+                if argument(args, 20) != 0:
+                    candidates(args, step, row, 0, argument(args, 22), visible, scores)
+                else:
+                    score(args, step, row, 0, visible, visible, scores)
             for index in range(0, visible, 8):
                 _order_8(scores + 4 * index)
             _pad(scores, visible)
