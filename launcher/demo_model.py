@@ -1,8 +1,9 @@
-"""The models that come with the package: where their files lie. Knows nothing of what is in them."""
+"""Which model file the options name: a path, one of a hub, or one that comes with the package."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -41,14 +42,36 @@ def demo_model_path(name: DemoName) -> str:
 
 
 def tiny_is_chosen(args: argparse.Namespace) -> bool:
-    """Whether --model and --demo leave it at a shipped model, which has learnt no conversations."""
-    return args.model is None and (args.demo is None or args.demo in SHIPPED)
+    """Whether the options leave it at a shipped model, which has learnt no conversations."""
+    return args.model is None and args.hf_repo is None and (args.demo is None or args.demo in SHIPPED)
 
 
 def chosen_model(args: argparse.Namespace) -> str:
-    """Path for the options --model and --demo. Raises BloomeryError if both are given or the demo is not installed."""
-    if args.model is not None and args.demo is not None:
-        raise UsageError("-m and --demo both name a model", "leave one of them out")
+    """Path for the options --model, --hf and --demo; a model of a hub is fetched, with progress on standard error.
+
+    Raises BloomeryError if more than one is given, the demo is not installed, or the hub's file cannot be had.
+    """
+    spellings = {"-m": args.model, "--hf": args.hf_repo, "--demo": args.demo}
+    given = [spelling for spelling, value in spellings.items() if value is not None]
+    if len(given) > 1:
+        raise UsageError(f"{' and '.join(given)} both name a model", "leave one of them out")
     if args.model == "":
         raise UsageError("-m is empty", "name a GGUF file; without -m the demo model is taken")
+    if args.hf_repo is not None:
+        return _fetched_model(args)
+    if args.hf_file is not None:
+        raise UsageError("--hf-file needs --hf", "name the repository with --hf USER/MODEL")
     return args.model if args.model is not None else demo_model_path(args.demo or "tiny")
+
+
+def _fetched_model(args: argparse.Namespace) -> str:
+    from bloomery.launcher.hub import model_from_hub
+    from bloomery.launcher.hub_files import Wanted
+    from bloomery.launcher.progress import ProgressDisplay
+
+    def say(text: str) -> None:
+        print(f"{args.program}: {text}", file=sys.stderr, flush=True)
+
+    wanted = Wanted.parse(args.hf_repo, args.hf_file or "")
+    with ProgressDisplay(args.program) as progress:
+        return model_from_hub(wanted, token=args.hf_token, offline=args.offline, progress=progress, say=say)

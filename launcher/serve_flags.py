@@ -177,7 +177,6 @@ _WITHOUT_VALUE = [
     "--swa-full",
     "--no-warmup",
     "--warmup",
-    "--offline",
     "--log-disable",
     "--log-timestamps",
     "--log-prefix",

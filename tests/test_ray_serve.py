@@ -45,7 +45,7 @@ def cluster() -> Iterator[Serving]:
         port = free.getsockname()[1]
     try:
         serve.start(http_options={"port": port})
-        flags = f"--demo tiny -t 1 -c {2 * ROOM} -np 2"
+        flags = f"--demo tiny-qwen3moe -t 1 -c {2 * ROOM} -np 2"
         serve.run(app({"flags": flags, "replicas": "2", "per_node": "0", "cpus": "1"}), name="bloomery")
         yield Serving(process=subprocess.Popen(["true"], text=True), port=port)
         daemons = [child for process in replica_processes() for child in process.children(recursive=True)]
