@@ -1,8 +1,9 @@
 """deepseek41 and deepseek4 on the host executor: logits against the oracle's and llama.cpp's, and bits that depend on
-nothing: processes, blocks, the slots that share a step, a copied or stored prefix, rows taken back.
+nothing: processes, blocks, the slots that share a step, a copied or stored prefix, rows taken back. Experts, row lists
+and engram rows against the oracle's, whole program from tokens.
 
 Planted once and seen to fail: rings without room for a step; a snapshot brought back without its f32 states; a pool
-that does not ask where a slot can go on. Faults of single kernels: test_deepseek_kernels.py.
+that does not ask where a slot can go on; a router without its bias; activations rounded to 4 bits' range. Faults of single kernels: test_deepseek_kernels.py.
 """
 
 from __future__ import annotations
@@ -16,16 +17,20 @@ from typing import Literal
 import numpy as np
 import pytest
 from activation_rounding import RoundingExecutor
-from deepseek_data import FIGURES, figures41, program_of, tiny4, tiny41
-from in_process import InProcessExecutor
+from deepseek_data import FIGURES, RecordingExecutor, executor_of, figures41, program_of, tiny4, tiny41
+from in_process import InProcessExecutor, run_kernel, step_words
 from numpy.typing import NDArray
 from oracle_data import trained_file
 from running import evaluate, joined, rows_of
 
 from bloomery.runtime.divergence import divergence, kl_divergence
-from bloomery.runtime.executor import StateSnapshot
+from bloomery.runtime.executor import StateSnapshot, StepRows
 from bloomery.runtime.host_pool import HostPool
+from bloomery.runtime.ops_deepseek4 import EngramRows, IndexRows, SoftplusRouter
+from bloomery.runtime.program import Op
+from bloomery.runtime.reference_deepseek4 import softplus_scores
 
+SCORE_ERROR = 2e-5  # of routers and indexers on F32 weights: the band of logits, whose relative rms it is, twice
 F32_BAND = 1e-5  # relative rms at each position, as of the other architectures
 ACTIVATION_NOISE = 1e-9  # nats; see test_host_against_oracle.py
 SLOTS, CONTEXT = 3, 640
@@ -43,6 +48,92 @@ def test_tiny_deepseek41_of_f32_weights(variant: Literal["dense", "a", "b"]) -> 
     stored = figures41(f"tiny-deepseek41-{variant}")
     found = in_process(tiny41(variant, "f32"), stored["ids"])
     assert divergence(stored["logits"], found).relative_rms_max < F32_BAND
+
+
+class Choosing(InProcessExecutor):
+    """Keeps what each layer's router and each list publisher chose, and the rows of the n-gram tables."""
+
+    def step(self, rows: StepRows) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+        words, count = step_words(rows), len(rows.tokens)
+        views = {
+            op.name: op.out if isinstance(op, IndexRows) else op.ids
+            for op in self.program.ops
+            if isinstance(op, (SoftplusRouter, IndexRows, EngramRows))
+        }
+        self.chosen: dict[str, NDArray[np.int32]] = {}
+        last = {stage.label: number for number, stage in enumerate(self.stages)}
+        for number, stage in enumerate(self.stages):
+            run_kernel(stage.kernel, stage.arguments, words, self.ranks)
+            if stage.label in views and last[stage.label] == number:
+                self.chosen[stage.label] = self.read(views[stage.label], count)[:, 0].copy()
+        logits = self.buffers[self.program.logits][:count, : self.program.vocabulary]
+        return logits.copy(), self.buffers[self.program.argmax][:count, 0].copy()
+
+
+@pytest.mark.parametrize("variant", ["a", "b", "dense"])
+def test_choices_from_tokens_on(variant: Literal["dense", "a", "b"]) -> None:
+    """F32 weights and caches: scores differ from the oracle's by float32 sums in another order. Experts and row lists
+    are the stored ones wherever the stored gap is greater than SCORE_ERROR, and engram rows everywhere."""
+    stored = figures41(f"tiny-deepseek41-{variant}")
+    count = len(stored["ids"])
+    host = Choosing(program_of(tiny41(variant, "f32")), context=512, max_rows=count, max_out_rows=count, ranks=2)
+    host.step(rows_of(stored["ids"]))
+    clear = {"experts": 0, "lists": 0}
+    for name, found in host.chosen.items():
+        layer = int(name.split(".")[1])
+        if name.endswith(".router"):
+            sure = stored["router_gap"][layer] > SCORE_ERROR
+            np.testing.assert_array_equal(found[sure], stored["router_ids"][layer][sure], name)
+            clear["experts"] += int(sure.sum())
+        elif name.endswith("index_rows") and f"list{layer}" in stored:
+            sure = stored.get(f"list_gap{layer}", np.full(count, np.inf)) > SCORE_ERROR
+            np.testing.assert_array_equal(found[sure], stored[f"list{layer}"][sure], name)
+            clear["lists"] += int(sure.sum())
+        elif "engram" in name:
+            np.testing.assert_array_equal(found, stored["engram_rows"][:, (1, 4).index(layer)], name)
+    assert clear["experts"] > 0.99 * 9 * count
+    assert clear["lists"] >= 0.99 * count * sum(f"list{layer}" in stored for layer in range(9))
+
+
+class Scores:
+    """Keeps the scores (R, E) from which each layer's router chooses. To be mixed in before an executor."""
+
+    def _execute(self, op: Op, rows: StepRows) -> None:
+        super()._execute(op, rows)  # type: ignore[misc]
+        if isinstance(op, SoftplusRouter):
+            self.__dict__.setdefault("scores", {})[op.name] = softplus_scores(self.read(op.logits)[:, 0])  # type: ignore[attr-defined]
+
+
+def test_experts_of_quantised_files_where_rounding_leaves_no_doubt() -> None:
+    """The host rounds activations to 8 bits. How far that moves each score at each position is measured on a reference
+    that rounds as ggml does; where the stored gap (to the first expert not kept) exceeds twice the greatest such move,
+    the host keeps the stored experts. Lists: the variant keeps every row. Engram rows are equal everywhere."""
+    stored, path = figures41("tiny-deepseek41-dense"), tiny41("dense")
+    count = 48
+    rows = rows_of(stored["ids"][:count])
+
+    class Exact(Scores, RecordingExecutor): ...
+
+    class Rounding(Scores, RoundingExecutor): ...
+
+    exact, rounding = executor_of(path, kind=Exact), Rounding(program_of(path), context=128, max_rows=count)
+    exact.step(rows)
+    rounding.step(rows)
+    host = Choosing(program_of(path), context=512, max_rows=count, max_out_rows=count, ranks=2)
+    host.step(rows)
+    clear = np.zeros(9, np.int64)
+    for layer in range(9):
+        name = f"blk.{layer}.router"
+        moved = np.abs(rounding.scores[name] - exact.scores[name]).max(axis=1)  # type: ignore[attr-defined]
+        sure = np.flatnonzero(stored["router_gap"][layer, :count] > 2 * moved)
+        found, expected = (np.sort(ids[sure]) for ids in (host.chosen[name], stored["router_ids"][layer]))
+        np.testing.assert_array_equal(found, expected, name)
+        clear[layer] = len(sure)
+    for site, layer in enumerate((1, 4)):
+        [found] = [ids for name, ids in host.chosen.items() if name.startswith(f"blk.{layer}.engram")]
+        np.testing.assert_array_equal(found, stored["engram_rows"][:count, site])
+    print(clear)
+    assert clear.sum() > 0.4 * 9 * count, "else the files say nothing"
 
 
 def test_half_precision_caches() -> None:

@@ -1,17 +1,25 @@
-"""The engine on a model whose states are rings: a prefix is reused only where the slot's rings still reach.
+"""The engine on a model whose states are rings: a prefix is reused only where the slot's rings still reach, and on the
+worker pool what is reused is to the bit what would be computed again.
 
-Planted once and seen to fail: any match counted (the executor refuses the step).
+Planted once and seen to fail: any match counted (the executor refuses the step); a prefix copied without the f32 rows
+of its open groups; one token too many counted as cached.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from deepseek_data import executor_of, tiny41
 from engine_client import GREEDY, Client, exhaust
 from numpy.typing import NDArray
+from test_engine_drafts import Replay
 
+from bloomery.runtime.architectures import build_program
+from bloomery.runtime.drafts.drafting import Drafting, DraftLimits
 from bloomery.runtime.engine import Engine
+from bloomery.runtime.host_pool import HostPool
 from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.requests import Chunk
 from bloomery.runtime.tokenizer import Tokenizer
@@ -32,9 +40,9 @@ def client_of(tokenizer: Tokenizer, slots: int) -> Client:
     return Client(Engine(executor, tokenizer, None))
 
 
-def ask(client: Client, prompt: list[int], count: int) -> bytes:
+def ask(client: Client, prompt: list[int], count: int, *, cache_prompt: bool = True) -> bytes:
     return client.submit(
-        tuple(prompt), max_tokens=count, sampling=GREEDY, ignore_eos=True, logits="generated", cache_prompt=True
+        tuple(prompt), max_tokens=count, sampling=GREEDY, ignore_eos=True, logits="generated", cache_prompt=cache_prompt
     )
 
 
@@ -84,3 +92,52 @@ def test_a_prefix_of_a_running_request_is_copied_where_it_goes_on(tokenizer: Tok
     second = outcome(client, ask(client, prompt, 3))
     assert second[0] == 23 and same(second, alone(tokenizer, prompt, 3))
     assert same(outcome(client, first), alone(tokenizer, TOKENS[:24], 5))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[HostPool]:
+    path = tiny41("a")
+    with ModelFile.open(path) as model:
+        program = build_program(model)
+        started = HostPool.start(str(path), program, context=256, slots=2, processes=2, prompt_block=24)
+        try:
+            yield started
+        finally:
+            started.close()
+
+
+Case = tuple[list[int], int, Outcome]
+
+
+def cases(client: Client) -> list[Case]:
+    """Prompts, how much of them is cached, and what came: a turn that goes on in its slot, one asked again, one whose
+    beginning is copied from a slot that is generating."""
+    text = TOKENS[:9] * 7
+    first = outcome(client, ask(client, text, 20))
+    prompt = text + first[1] + TOKENS[9:14]
+    grown = outcome(client, ask(client, prompt, 20))
+    again = outcome(client, ask(client, prompt, 7))
+    running = ask(client, prompt, 40)
+    while len(client.tokens(running)) < 3:
+        assert client.engine.turn()
+    branch = prompt[:-2] + TOKENS[20:33]
+    copied = outcome(client, ask(client, branch, 12))
+    whole, copy = len(prompt) - 1, len(prompt) - 2
+    found = [(text, 0, first), (prompt, len(text) + 19, grown), (prompt, whole, again)]
+    return [*found, (prompt, whole, outcome(client, running)), (branch, copy, copied)]
+
+
+def test_on_the_pool_a_cached_prefix_is_a_recomputed_one_bit_for_bit(tokenizer: Tokenizer, pool: HostPool) -> None:
+    """Without drafts, and with a draft that is right four times of five."""
+    undrafted = cases(Client(Engine(pool, tokenizer, None)))
+    draft = Replay([[*prompt, *found[1]] for prompt, _, found in undrafted], 0.8)
+    drafting = Drafting(draft, DraftLimits(6, fixed=True), pool.max_out_rows)
+    drafted = Client(Engine(pool, tokenizer, None, drafting=drafting))
+    plain = Client(Engine(pool, tokenizer, None))
+    for number, (prompt, cached, found) in enumerate([*undrafted, *cases(drafted)]):
+        expected = outcome(plain, ask(plain, prompt, len(found[1]), cache_prompt=False))
+        assert (found[0], expected[0]) == (cached, 0), number
+        assert found[1] == expected[1], number
+        np.testing.assert_array_equal(found[2], expected[2], f"case {number}")
+    metrics = drafted.engine.metrics()
+    assert metrics["draft_tokens"] > metrics["draft_accepted"] > 30
