@@ -3,7 +3,8 @@ nothing: processes, blocks, the slots that share a step, a copied or stored pref
 and engram rows against the oracle's, whole program from tokens.
 
 Planted once and seen to fail: rings without room for a step; a snapshot brought back without its f32 states; a pool
-that does not ask where a slot can go on; a router without its bias; activations rounded to 4 bits' range. Faults of single kernels: test_deepseek_kernels.py.
+that does not ask where a slot can go on; a router without its bias; activations rounded to
+4 bits' range. Faults of single kernels: test_deepseek_kernels.py.
 """
 
 from __future__ import annotations
