@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from bloomery.gpu_worker.card_memory import CardMemory, CardStore
 from bloomery.gpu_worker.driver import Card, CardError, Graph, MappedMemory
+from bloomery.gpu_worker.engram_feed import EngramFeed
 from bloomery.gpu_worker.hand_off_lowering import HostSide
 from bloomery.gpu_worker.kernel_functions import Kernels
 from bloomery.gpu_worker.launches import MAX_ROWS, KernelName, Launch
@@ -129,6 +130,7 @@ class CardExecutor:
         )
         if self._host:
             self.memory.meet_host(partial(self._host.addresses, self._on_card))
+        self._feed = EngramFeed(program, self._max_rows, self._pinned) if program.engram else None
         launches = lower(program, self.memory, MAX_ROWS, MAX_ROWS)
         if blocks:
             launches += lower_prompt(program, self.memory, self._max_rows, self._max_out_rows)
@@ -238,6 +240,8 @@ class CardExecutor:
             for prepared in self._prepared.values():
                 if prepared.graph:
                     prepared.graph.close()
+            if self._feed:
+                self._feed.close()
             self.memory.free()
             for mapped in self._mapped:
                 mapped.close()
@@ -258,6 +262,8 @@ class CardExecutor:
     def _run(self, rows: StepRows) -> None:
         cuda, stream = self.card.cuda, self.card.stream
         done = groups = 0
+        if self._feed:
+            self._feed.bring(rows, lambda state, slot, before: self.memory.read(state, slot, before)[:, 0])
         for number, (first, last, block) in enumerate(self._parts(rows)):
             if number >= _AHEAD:
                 self._events[number % _AHEAD].synchronize()
@@ -276,6 +282,8 @@ class CardExecutor:
                 line[: len(values)] = values
             place = self.memory.prompt_step if block else self.memory.step
             cuda.memcpy_htod_async(place.tokens, record, stream)
+            for table, brought in self._feed.rows.items() if self._feed else ():
+                cuda.memcpy_htod_async(self.memory.brought(table), brought[part], stream)
             if block:
                 self._launch_eagerly(self._block(last - first, len(wanted)), wait=self._sync)
             else:
@@ -285,6 +293,8 @@ class CardExecutor:
                 done += len(wanted)
             self._events[number % _AHEAD].record(stream)
         stream.synchronize()
+        if self._feed:
+            self._feed.tidy()
 
     def _parts(self, rows: StepRows) -> Iterator[tuple[int, int, bool]]:
         """(first row, row after the last, whether it is a prompt block): how a step is cut."""
@@ -319,6 +329,10 @@ class CardExecutor:
             address, stride = self.memory.view(view)
             for row in range(count):
                 self.card.cuda.memcpy_dtoh_async(target[first + row], address + 4 * stride * row, self.card.stream)
+
+    def _pinned(self, rows: int, nbytes: int) -> NDArray[np.uint8]:
+        made: NDArray[np.uint8] = self.card.cuda.pagelocked_empty((rows, nbytes), np.uint8)
+        return made
 
     def _own_results(self) -> Results:
         cuda, rows, view = self.card.cuda, self._max_out_rows, self.program.hidden

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from bloomery.gpu_worker.driver import Card
 from bloomery.gpu_worker.launches import MAX_ROWS, HandOffAddresses, StateAddress, StepAddresses
+from bloomery.runtime.engram_record import engram_tables
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.expert_tiers import ExpertTiers
 from bloomery.runtime.model_file import Tensor
@@ -66,10 +67,15 @@ class CardMemory:
         for state in program.states.values():
             row = state.width * self._types[state.name].itemsize
             self._allocate(f"cache {state.name}", slots * self._rows[state.name] * row)
+        tables = {table.weight: table.row_bytes for table in engram_tables(program)}
+        for name, row_bytes in tables.items():
+            assert program.engram is not None
+            self._allocate(f"rows {name}", most["step"] * program.engram.buckets * row_bytes)
         some = self._slots(tiers or ExpertTiers.everything(program))
-        total = sum(_resident(tensor, some.get(name)) for name, tensor in program.weights.items())
+        weights = {name: tensor for name, tensor in program.weights.items() if name not in tables}
+        total = sum(_resident(tensor, some.get(name)) for name, tensor in weights.items())
         done = 0
-        for name, tensor in program.weights.items():
+        for name, tensor in weights.items():
             self._upload_weight(name, tensor, some.get(name))
             done += _resident(tensor, some.get(name))
             progress("upload", done, total)
@@ -124,7 +130,7 @@ class CardMemory:
 
     def state(self, name: str) -> StateAddress:
         width = self._program.states[name].width
-        return StateAddress(self.address(f"cache {name}"), self._rows[name] * width, width)
+        return StateAddress(self.address(f"cache {name}"), self._rows[name] * width, width, self._rows[name])
 
     def scratch(self, name: str, nbytes: int) -> int:
         if not self._settled:
@@ -132,6 +138,9 @@ class CardMemory:
             return _ALIGN
         assert nbytes <= self._scratch[name], f"scratch {name} was sized for {self._scratch[name]} bytes, not {nbytes}"
         return self.address(f"scratch {name}")
+
+    def brought(self, table: str) -> int:
+        return self.address(f"rows {table}")
 
     def constant(self, name: str, values: NDArray[Any]) -> int:
         if f"constant {name}" not in self._allocations:

@@ -57,11 +57,12 @@ class StepAddresses:
 
 @dataclass(frozen=True)
 class StateAddress:
-    """Where the cache rows of a state lie; strides in elements of the cache type."""
+    """Where the rows of a state lie; strides in elements. Logical row i of a slot is its row i % `rows`."""
 
     address: int
     slot_stride: int
     row_stride: int
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,9 @@ class CardContext(Protocol):
 
     def scratch(self, name: str, nbytes: int) -> int:
         """Address (256-byte aligned) of at least `nbytes` bytes; the same name gives the same bytes."""
+
+    def brought(self, table: str) -> int:
+        """Where the host puts the rows of an n-gram table for the rows of a part of a step (`engram_feed`)."""
 
     def constant(self, name: str, values: NDArray[Any]) -> int:
         """Address of these values, uploaded once under this name."""

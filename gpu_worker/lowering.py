@@ -17,6 +17,7 @@ import numpy as np
 from bloomery.gpu_worker.fusions import MOST_JOBS, AddNorm, Attended, HeadRun, Routed, fused
 from bloomery.gpu_worker.hand_off_lowering import lower_hand_off
 from bloomery.gpu_worker.launches import MAX_ROWS, CardContext, KernelName, Launch, float_word
+from bloomery.gpu_worker.lowering_deepseek4 import lower_deepseek4
 from bloomery.gpu_worker.products import (
     FLOAT_TYPES,
     JOBS,
@@ -58,7 +59,7 @@ _WARPS: Final = 4  # of a block of products.cuh
 _SPLIT, _ATTENDERS = 64, 256  # positions, threads; attention.cu
 _DEPTH: Final = 64
 _WALKERS_EACH: Final = 2
-_HEAD_JOB_WORDS: Final = 11
+_HEAD_JOB_WORDS: Final = 12
 _HEADS: Final = 8
 _ARGMAX_PARTS: Final = 64
 _MOST_USED: Final = 16
@@ -160,9 +161,7 @@ class Lowering:
             case HandOffSend() | HandOffReceive():
                 lower_hand_off(self, op)
             case _:
-                raise PlanError(
-                    f"{self.program.architecture}: op {op.name} ({type(op).__name__}) has no card kernel yet", USE_HOST
-                )
+                lower_deepseek4(self, op)
 
     # ---- what views and tensors mean to kernels
     def _count(self, view: View) -> int:
@@ -242,7 +241,7 @@ class Lowering:
         for job in run.jobs:
             weight = self._weight(job.norm.weight, job.view.width, 1)[0] if job.norm else 0
             epsilon = float_word(job.norm.epsilon if job.norm else 0.0)
-            state = self._state_words(job.write) if job.write else (0, 0, 0)
+            state = self._state_words(job.write) if job.write else (0, 0, 0, 0)
             words += [
                 *self._heads(job.view),
                 job.view.count,
@@ -370,11 +369,11 @@ class Lowering:
         grid = (op.x.count, self._count(op.x))
         self.emit("norm_rope", "rope", grid, 64, *turn, *places, op.x.width, int(op.pairs == "halves"))
 
-    def _state_words(self, op: CacheWrite) -> tuple[int, int, int]:
-        """Where a cache write begins in row 0 of slot 0, and the strides of slots and rows in elements."""
+    def _state_words(self, op: CacheWrite) -> tuple[int, int, int, int]:
+        """Where a cache write begins in row 0 of slot 0, the strides of slots and rows in elements, rows of a slot."""
         state = self.context.state(op.state)
         element = 4 if self.context.cache_type == "f32" else 2
-        return state.address + op.start * element, state.slot_stride, state.row_stride
+        return state.address + op.start * element, state.slot_stride, state.row_stride, state.rows
 
     def _cache_write(self, op: CacheWrite) -> None:
         step = self.step

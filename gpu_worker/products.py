@@ -10,6 +10,7 @@ from typing import Final
 
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.model_file import Tensor
+from bloomery.runtime.ops_deepseek4 import HyperMix, SoftplusRouter, WindowAttention
 from bloomery.runtime.program import Op, Program, RmsNorm, Router, op_weights
 
 SUPER_TYPES: Final = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ3_XXS", "IQ4_XS")
@@ -64,12 +65,13 @@ def check_types(program: Program) -> None:
 
 def _check_type(tensor: Tensor, op: Op) -> None:
     name = tensor.quant_type.name
-    only_f32 = isinstance(op, RmsNorm | Router)
-    if name not in WEIGHT_TYPES or (only_f32 and name != "F32"):
-        expected = "F32" if only_f32 else ", ".join(WEIGHT_TYPES)
+    expected: tuple[str, ...] = WEIGHT_TYPES
+    if isinstance(op, RmsNorm | Router | HyperMix | WindowAttention | SoftplusRouter):
+        expected = ("I32",) if isinstance(op, SoftplusRouter) and tensor.name == op.table else ("F32",)
+    if name not in expected:
         raise PlanError(
             f"{tensor.path}: tensor {tensor.name} of op {op.name} has type {name}, for which the card executor has no"
-            f" kernel (expected {expected})",
+            f" kernel (expected {', '.join(expected)})",
             USE_HOST,
         )
 

@@ -40,10 +40,13 @@ class SizingContext:
 
     def state(self, name: str) -> StateAddress:
         width = self._program.states[name].width
-        return StateAddress(_NOWHERE, self.context * width, width)
+        return StateAddress(_NOWHERE, self.context * width, width, self.context)
 
     def scratch(self, name: str, nbytes: int) -> int:
         self.wanted[name] = max(nbytes, self.wanted.get(name, 0))
+        return _NOWHERE
+
+    def brought(self, table: str) -> int:
         return _NOWHERE
 
     def constant(self, name: str, values: NDArray[Any]) -> int:

@@ -37,6 +37,7 @@ class NoCard:
     """A CardContext whose addresses mean nothing but are distinct and in range of their areas, for lowering."""
 
     multiprocessors = 132
+    spare = 16
     step = StepAddresses(256, 288, 320, 352)
     prompt_step = StepAddresses(512, 768, 1024, 1280)
     payload = HandOffBuffers((1024, 64), (1280, 16), (1536, 16), (1792, 64))
@@ -68,7 +69,11 @@ class NoCard:
 
     def state(self, name: str) -> StateAddress:
         width = self.program.states[name].width
-        return StateAddress(self._area(f"cache {name}", self.context * width * 4), self.context * width, width)
+        rows = self.program.states[name].rows(self.context, self.spare)
+        return StateAddress(self._area(f"cache {name}", rows * width * 4), rows * width, width, rows)
+
+    def brought(self, table: str) -> int:
+        return self._area(f"rows {table}", 1 << 20)
 
     def scratch(self, name: str, nbytes: int) -> int:
         assert nbytes <= 1 << 30

@@ -23,9 +23,11 @@ from bloomery.gpu_worker.compile_cache import KERNELS, cache_folder
 from bloomery.gpu_worker.launches import MAX_ROWS, KernelName, Launch, StateAddress, StepAddresses
 from bloomery.gpu_worker.lowering import lower
 from bloomery.gpu_worker.prompt_lowering import lower_prompt
+from bloomery.runtime.engram_record import engram_tables
 from bloomery.runtime.executor import StepRows
 from bloomery.runtime.model_file import Tensor
 from bloomery.runtime.program import Program, RoutedExperts, View
+from bloomery.runtime.states import element_type
 
 KIT = Path(__file__).parent / "card_kit"
 _HEADERS = ("/usr/local/cuda/include", "/opt/cuda/include", "/usr/include")
@@ -43,7 +45,8 @@ def library(file: str, quant_type: str) -> ctypes.CDLL:
     names = re.findall(
         r'extern "C" __global__ void[^;{]*?\b(\w+)\(', re.sub(r"#define.*|__launch_bounds__\([^)]*\)", "", source)
     )
-    for macro, pattern in (("MATMUL", "matmul_{}"), ("ATTEND", "attend_{}"), ("FLASH", "flash_{}")):
+    macros = {"MATMUL": "matmul_{}", "ATTEND": "attend_{}", "FLASH": "flash_{}", "ATTEND_WINDOW": "attend_window_{}"}
+    for macro, pattern in macros.items():
         for found in re.findall(rf"^{macro}\(([^)]*)\)", source, re.M):
             arguments = [part.strip() for part in found.split(",")]
             names.append(pattern.format("_".join(arguments) if macro == "FLASH" else arguments[0]))
@@ -99,9 +102,14 @@ class EmulatedCard:
         for buffer in program.buffers.values():
             self.area(f"buffer {buffer.name}", 4 * buffer.width * rows)
         for state in program.states.values():
-            self.area(f"cache {state.name}", slots * context * state.width * (4 if cache_type == "f32" else 2))
-        for name, held in program.weights.items():
-            self.put(f"weight {name}", held.data)
+            elements = slots * state.rows(context, rows) * state.width
+            self.area(f"cache {state.name}", elements * element_type(state, cache_type).itemsize)
+        tables = {table.weight: table.row_bytes for table in engram_tables(program)}
+        for name, row_bytes in tables.items():
+            assert program.engram is not None
+            self.area(f"rows {name}", rows * program.engram.buckets * row_bytes)
+        for name in program.weights.keys() - tables.keys():
+            self.put(f"weight {name}", program.weights[name].data)
         for op in program.ops:
             if isinstance(op, RoutedExperts):
                 self.put(f"slot map {op.gate}", np.arange(program.weights[op.gate].shape[2], dtype=np.int32))
@@ -130,7 +138,11 @@ class EmulatedCard:
 
     def state(self, name: str) -> StateAddress:
         width = self.program.states[name].width
-        return StateAddress(self.areas[f"cache {name}"].ctypes.data, self.context * width, width)
+        rows = self.program.states[name].rows(self.context, self.rows)
+        return StateAddress(self.areas[f"cache {name}"].ctypes.data, rows * width, width, rows)
+
+    def brought(self, table: str) -> int:
+        return self.areas[f"rows {table}"].ctypes.data
 
     def scratch(self, name: str, nbytes: int) -> int:
         return self.area(f"scratch {name}", nbytes)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from card_stand import NoCard
+from deepseek_data import tiny4, tiny41
 from oracle_data import QUANTISED, TINY, f32_file, quantised_file
 
 from bloomery.gpu_worker import compile_cache
@@ -21,7 +23,7 @@ from bloomery.runtime.errors import PlanError
 from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.program import Program
 
-STEP = ("Jobs", 20), ("Input", 6), ("Cache", 3), ("HeadJobs", 33), ("Choice", 7)
+STEP = ("Jobs", 20), ("Input", 6), ("Cache", 3), ("HeadJobs", 36), ("Ring", 5), ("Groups", 7), ("Choice", 7)
 """Parameters that are structs of words, and of how many."""
 
 
@@ -34,6 +36,7 @@ def parameter_words(file: str, function: str) -> int:
     source = (compile_cache.KERNELS / f"{file}.cu").read_text(encoding="utf-8").replace("\\\n", "\n")
     name = re.sub(r"_(1|2|4|8)$", "_##NR", function) if file == "matmul" else function
     name = re.sub(r"^attend_(f32|f16)(_odd)?$", "attend_##NAME", name)
+    name = re.sub(r"^attend_window_.*", "attend_window_##NAME", name)
     name = re.sub(r"^flash_\d+_\d+$", "flash_##KEY##_##VALUE", name)
     found = re.search(rf'extern "C" __global__ void[^;{{]*?\b{re.escape(name)}\(([^)]*)\)', source)
     assert found, f"{file}.cu has no kernel {function}"
@@ -85,6 +88,16 @@ def test_prompt_blocks(name: str) -> None:
             assert len(labels) == len(program.ops)
     kernels = {launch.kernel.file for launch in launches}
     assert "many_rows" in kernels and "prompts" in kernels
+
+
+@pytest.mark.parametrize("path", (lambda: tiny41("a"), lambda: tiny4("MXFP4_MOE")), ids=("deepseek41", "deepseek4"))
+def test_deepseek_programs(path: Callable[[], Path]) -> None:
+    program = program_of(path())
+    for cache_type in ("f32", "f16"):
+        context = NoCard(program, cache_type=cache_type)
+        for rows in (1, MAX_ROWS):
+            check(lower(program, context, rows, 1))
+        check(lower_prompt(program, context, 300, 300))
 
 
 def test_every_launched_op_is_waited_for_in_order() -> None:

@@ -40,25 +40,27 @@ extern "C" __global__ void select_rows(const int* out_rows, const float* x, word
     if (i < elements) out[o * out_row + head * out_head + at] = x[out_rows[o] * x_row + head * x_head + at];
 }
 
-// state[slot][position][start...] = x; strides of the state count its elements.
+// state[slot][position % ring][start...] = x; strides of the state count its elements.
 template <class T>
 DEVICE void cache_write(const int* slots, const int* positions, const float* x, word x_row, word x_head, word width,
-                        word elements, T* state, word slot_stride, word row_stride) {
+                        word elements, T* state, word slot_stride, word row_stride, word ring) {
     const int i = element();
     const word r = blockIdx.y;
     if (i < elements)
-        state[slots[r] * slot_stride + positions[r] * row_stride + i] =
+        state[slots[r] * slot_stride + positions[r] % ring * row_stride + i] =
             from_float<T>(x[r * x_row + i / int(width) * x_head + i % int(width)]);
 }
 extern "C" __global__ void cache_write_f32(const int* slots, const int* positions, const float* x, word x_row, word x_head,
-                                           word width, word elements, float* state, word slot_stride, word row_stride) {
+                                           word width, word elements, float* state, word slot_stride, word row_stride,
+                                           word ring) {
     begin();
-    cache_write<float>(slots, positions, x, x_row, x_head, width, elements, state, slot_stride, row_stride);
+    cache_write<float>(slots, positions, x, x_row, x_head, width, elements, state, slot_stride, row_stride, ring);
 }
 extern "C" __global__ void cache_write_f16(const int* slots, const int* positions, const float* x, word x_row, word x_head,
-                                           word width, word elements, __half* state, word slot_stride, word row_stride) {
+                                           word width, word elements, __half* state, word slot_stride, word row_stride,
+                                           word ring) {
     begin();
-    cache_write<__half>(slots, positions, x, x_row, x_head, width, elements, state, slot_stride, row_stride);
+    cache_write<__half>(slots, positions, x, x_row, x_head, width, elements, state, slot_stride, row_stride, ring);
 }
 
 // out[r] = ((0 + mix[r][0] * parts[r][0]) + mix[r][1] * parts[r][1]) + ..., each product and sum rounded.

@@ -234,6 +234,16 @@ extern "C" __global__ void embed(const uint8_t* weights, word row_bytes, word wi
                       out + blockIdx.y * out_stride);
 }
 
+// Grid (rows * count, blocks of threads): the rows of a table that were brought for the rows of a step, `count` each, one
+// after the other; a thread takes 32 elements.
+extern "C" __global__ void __launch_bounds__(64)
+    table_rows(const uint8_t* brought, word row_bytes, word width, word count, float* out, word out_stride) {
+    begin();
+    const word item = blockIdx.x;
+    embed_part<Quant>(brought + item * row_bytes, blockIdx.y * blockDim.x + threadIdx.x, int(width),
+                      out + item / count * out_stride + item % count * width);
+}
+
 // Elements 32 * index to 32 * index + 31 of a row, as far as there are so many.
 template <class Quant>
 DEVICE void group_as_f16(const uint8_t* row, int index, int width, float factor, __half* out) {

@@ -1,7 +1,7 @@
 // RMS norm and rotary positions, also with what stands before and after them in most models. Strides count floats.
 #include "q8_k.cuh"
 
-// Grid (heads, rows), any multiple of 32 threads.
+// Grid (heads, rows), any multiple of 32 threads; `weight` may be null.
 extern "C" __global__ void rms_norm(const float* x, word x_row, word x_head, float* out, word out_row, word out_head,
                                     const float* weight, word width, double epsilon) {
     begin();
@@ -10,7 +10,7 @@ extern "C" __global__ void rms_norm(const float* x, word x_row, word x_head, flo
     float squares = 0.0f;
     for (int i = threadIdx.x; i < width; i += blockDim.x) squares = fmaf(x[i], x[i], squares);
     const float root = 1.0f / sqrtf(block_sum(squares) / float(width) + float(epsilon));
-    for (int i = threadIdx.x; i < width; i += blockDim.x) out[i] = x[i] * root * weight[i];
+    for (int i = threadIdx.x; i < width; i += blockDim.x) out[i] = weight ? x[i] * root * weight[i] : x[i] * root;
 }
 
 // Grid (pairs / 64, rows), 64 threads: cosine and sine of position * frequency, both times the magnitude, in double.
@@ -78,7 +78,7 @@ struct HeadJob {
     double epsilon;
     word rotated;
     void* state;  // null: not written
-    word slot_stride, state_stride;
+    word slot_stride, state_stride, ring;
 };
 struct HeadJobs {
     HeadJob job[3];
@@ -115,7 +115,7 @@ DEVICE void prepare_heads(const HeadJobs& jobs, const float2* table, word pairs,
         }
         __syncthreads();
     }
-    T* state = job.state ? static_cast<T*>(job.state) + slots[row] * job.slot_stride + positions[row] * job.state_stride +
+    T* state = job.state ? static_cast<T*>(job.state) + slots[row] * job.slot_stride + positions[row] % job.ring * job.state_stride +
                                number * width
                          : nullptr;
     for (int i = threadIdx.x; i < width; i += blockDim.x) {

@@ -195,6 +195,7 @@ inline unsigned __reduce_min_sync(unsigned, unsigned value) {
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline unsigned atomicAdd(unsigned* at, unsigned value) { return std::exchange(*at, *at + value); }
+inline unsigned atomicOr(unsigned* at, unsigned value) { return std::exchange(*at, *at | value); }
 inline int atomicAdd(int* at, int value) { return std::exchange(*at, *at + value); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fmul_rn(float a, float b) { return a * b; }

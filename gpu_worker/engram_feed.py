@@ -1,0 +1,76 @@
+"""Rows of n-gram tables for the card's steps: numbered from the tokens, read from the file, put into the card's memory.
+
+Owns which rows a step wants and the pinned memory on their way. `row_reader` reads them; the history of a slot before
+the step is asked of whoever has the states. A program without engrams has no feed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bloomery.runtime.engram_hash import NO_TOKEN
+from bloomery.runtime.engram_record import engram_tables
+from bloomery.runtime.executor import StepRows
+from bloomery.runtime.program import Program
+from bloomery.runtime.row_reader import RowReader, RowTable
+
+History = Callable[[str, int, range], NDArray[np.int32]]
+"""(state, slot, positions) -> the tokens at these positions."""
+
+
+class EngramFeed:
+    """`rows[weight]` (max_rows, bytes of all rows of a token): what `bring` read for the rows of a step, in their
+    order. One thread at a time."""
+
+    def __init__(
+        self,
+        program: Program,
+        max_rows: int,
+        memory: Callable[[int, int], NDArray[np.uint8]] = lambda rows, nbytes: np.empty((rows, nbytes), np.uint8),
+    ) -> None:
+        """`memory(rows, bytes)` makes the arrays. Raises TableReadError naming a file that cannot be opened."""
+        assert program.engram is not None
+        self._hash, self._tables = program.engram, engram_tables(program)
+        tensors = [program.weights[table.weight] for table in self._tables]
+        self._reader = RowReader([RowTable.of(tensor) for tensor in tensors])
+        buckets = self._hash.buckets
+        self.rows = {table.weight: memory(max_rows, buckets * table.row_bytes) for table in self._tables}
+
+    def bring(self, step: StepRows, history: History) -> None:
+        """Raises TableReadError for rows that cannot be read."""
+        contexts = self._hash.contexts(self._histories(step, history))
+        wanted, places = [], []
+        for table in self._tables:
+            ids = self._hash.rows_of_contexts(table.site, contexts).reshape(-1)
+            distinct, inverse = np.unique(ids, return_inverse=True)  # sorted, as the disk likes it
+            wanted.append((distinct, np.empty((len(distinct), table.row_bytes), np.uint8)))
+            places.append(inverse.reshape(-1))
+        self._reader.fetch(wanted)
+        for table, (_, read), inverse in zip(self._tables, wanted, places, strict=True):
+            to = self.rows[table.weight][: len(step.tokens)]
+            np.take(read, inverse, axis=0, out=to.reshape(-1, table.row_bytes))
+
+    def tidy(self) -> None:
+        """For the quiet moment after a step."""
+        self._reader.tidy()
+
+    def close(self) -> None:
+        self._reader.close()
+        self.rows.clear()
+
+    def _histories(self, step: StepRows, history: History) -> NDArray[np.int64]:
+        """(R, longest): each row's token and those before it, newest first, NO_TOKEN before the start."""
+        longest, [state] = self._hash.longest, {table.tokens for table in self._tables}
+        found = np.empty((len(step.tokens), longest), np.int64)
+        for slot in np.unique(step.slots):
+            mine = np.flatnonzero(step.slots == slot)
+            first = int(step.positions[mine[0]])
+            before = range(max(0, first - longest + 1), first)
+            held = history(state, int(slot), before) if before else np.empty(0, np.int32)
+            missing = np.full(longest - 1 - len(before), NO_TOKEN, np.int64)
+            line = np.concatenate([missing, held, step.tokens[mine]]).astype(np.int64)
+            found[mine] = np.lib.stride_tricks.sliding_window_view(line, longest)[:, ::-1]
+        return found
