@@ -39,7 +39,7 @@ def rounded(x: Floats, weight_type: str) -> Floats:
 
 def _q8_k(x: Floats) -> Floats:
     """Blocks of 256, one float32 scale: the element of greatest magnitude becomes -127."""
-    blocks = x.astype(np.float32).reshape(*x.shape[:-1], -1, 256)
+    blocks = x.astype(np.float32).reshape(*x.shape[:-1], x.shape[-1] // 256, 256)
     peak = np.take_along_axis(blocks, np.abs(blocks).argmax(-1)[..., None], -1)
     with np.errstate(divide="ignore", invalid="ignore"):
         inverse = np.where(peak == 0, np.float32(0), np.float32(-127) / peak)
@@ -50,7 +50,7 @@ def _q8_k(x: Floats) -> Floats:
 
 def _q8_0(x: Floats) -> Floats:
     """Blocks of 32, scale greatest magnitude / 127, kept as float16."""
-    blocks = x.astype(np.float32).reshape(*x.shape[:-1], -1, 32)
+    blocks = x.astype(np.float32).reshape(*x.shape[:-1], x.shape[-1] // 32, 32)
     peak = np.abs(blocks).max(-1, keepdims=True)
     with np.errstate(divide="ignore"):
         inverse = np.where(peak == 0, np.float32(0), np.float32(127) / peak)

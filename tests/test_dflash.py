@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from activation_rounding import RoundingExecutor
 from deepseek_data import draft_program, executor_of, figures41, tapped_program, tiny41
 from in_process import InProcessExecutor
 from numpy.typing import NDArray
@@ -22,8 +23,8 @@ PROMPT, BLOCK, MASK = 5, 5, 5
 STORED = 1e-6  # float64 against stored float32
 STORED_CONFIDENCE = 2.0**-22  # likewise: half a unit in the last place of numbers from 4 to 8, as the greatest are
 ALONE, ALONE_CONFIDENCE = 5e-5, 2e-5
-"""The band that comes with the figures: of logits and confidences in float32, the draft by itself on the features that
-are stored."""
+"""The band that comes with the figures (data/oracle/deepseek41/README.md) for logits and confidences in float32. Here it
+holds for the draft by itself, on the features that are stored."""
 FLOAT32 = 1e-5
 """Relative rms of a row, where the target's features are float32 sums too: what a model's float32 sums in another order
 cost, as for other architectures. The features' own error, which `ALONE` does not know, enters the draft and makes up
@@ -163,3 +164,33 @@ def test_drafts_of_the_host(ranks: int, alone: bool) -> None:
         np.testing.assert_array_equal(chosen, FIGURES["proposals"][number])
         h, confidence = host.buffers["confidence_input.out"][:BLOCK, :256], host.buffers["confidence.out"][:BLOCK, 0]
         check(number, logits, confidence, h, alone)
+
+
+def test_a_quantised_draft_of_the_host() -> None:
+    """Q8_0 projections and MXFP4 experts, as published. The host lies no farther from exact products than a reference
+    that rounds activations as ggml does, within a factor for chance, is much nearer to that one, and is that one where
+    no value crossed a rounding boundary."""
+    program, features = draft_program(), FIGURES["features"]
+    host = InProcessExecutor(program, context=64, max_rows=16, ranks=2)
+    rounding = RoundingExecutor(program, context=64)
+    rounding._weights = weights(False)
+    figures = [("host", "rounding"), ("host", "exact"), ("rounding", "exact")]
+    apart: dict[tuple[str, str], list[float]] = {pair: [] for pair in figures}
+    first = 0
+    for number, position in enumerate(FIGURES["positions"][:16]):
+        rows = draft_rows(first, features[first : position + 1], int(IDS[position + 1]))
+        first = int(position) + 1
+        host.step(rows)
+        rounding.step(rows)
+        found = {
+            "host": host.buffers["confidence_input.out"][:BLOCK, :256],
+            "rounding": values(rounding)[2],
+            "exact": FIGURES["h"][number],
+        }
+        for one, other in figures:
+            apart[one, other].append(off_by(found[one], found[other]))
+    from_rounding, from_exact, between = (np.array(apart[pair]) for pair in figures)
+    print(np.median(from_rounding), from_rounding.min(), np.median(from_exact), np.median(between))
+    assert np.median(from_exact) < 1.25 * np.median(between)
+    assert np.median(from_rounding) < 0.25 * np.median(between)
+    assert from_rounding.min() < FLOAT32
