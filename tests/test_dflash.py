@@ -23,8 +23,8 @@ PROMPT, BLOCK, MASK = 5, 5, 5
 STORED = 1e-6  # float64 against stored float32
 STORED_CONFIDENCE = 2.0**-22  # likewise: half a unit in the last place of numbers from 4 to 8, as the greatest are
 ALONE, ALONE_CONFIDENCE = 5e-5, 2e-5
-"""The band that comes with the figures (data/oracle/deepseek41/README.md) for logits and confidences in float32. Here it
-holds for the draft by itself, on the features that are stored."""
+"""The band that comes with the figures (data/oracle/deepseek41/README.md) for logits and confidences in float32.
+Here it holds for the draft by itself, on the features that are stored."""
 FLOAT32 = 1e-5
 """Relative rms of a row, where the target's features are float32 sums too: what a model's float32 sums in another order
 cost, as for other architectures. The features' own error, which `ALONE` does not know, enters the draft and makes up
