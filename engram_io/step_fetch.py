@@ -50,6 +50,11 @@ class StepFetch:
     def _histories(self) -> NDArray[np.int64]:
         """(R, longest): each row's token and those before it, newest first, NO_TOKEN before the start."""
         tokens, slots, positions = self._record.read()
+        if len(tokens) == 1:
+            places = positions[0] - self._back
+            history = self._held[slots[0], places % self._held.shape[1]]
+            history[0] = tokens[0]
+            return np.where(places < 0, NO_TOKEN, history).astype(np.int64)[None]
         used, which = np.unique(slots, return_inverse=True)
         held = self._held[used]  # a copy, into which the step's own tokens go as the workers write them
         held[which, positions % held.shape[1]] = tokens

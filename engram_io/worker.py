@@ -18,6 +18,7 @@ from bloomery.runtime.architectures import load_program
 from bloomery.runtime.arena import Arena, ArenaLayout
 from bloomery.runtime.engram_record import EngramWords, engram_tables
 from bloomery.runtime.errors import BloomeryError
+from bloomery.runtime.futex import FutexWaiter
 from bloomery.runtime.process_tree import watch_parent
 from bloomery.runtime.router_choices import keep_choices
 from bloomery.runtime.row_reader import RowReader, RowTable
@@ -25,6 +26,9 @@ from bloomery.runtime.runtime_files import unlink_owned
 from bloomery.runtime.step_record import STEP, STOP
 from bloomery.runtime.worker_link import Link
 from bloomery.runtime.worker_messages import EngramStart, error_fields, lowered_of
+
+_SLEEP_SECONDS = 1.0
+"""After which a sleeper looks whether it has been told to stop; a new step wakes it."""
 
 
 def run(start: EngramStart) -> int:
@@ -66,6 +70,7 @@ class EngramWorker:
         words = EngramWords(arena.memory("engram"), len(self._tables))
         fetch = StepFetch(self._program, arena, self._reader)
         last = control[STEP // 8]
+        bell = FutexWaiter(arena.memory("control").ctypes.data + STEP, _SLEEP_SECONDS)
         self._link.send("ready")
         while not control[STOP // 8]:
             step = self._await_step(control, last)
@@ -78,9 +83,8 @@ class EngramWorker:
             with self._fence:  # a full fence between the store and the loads (step_record)
                 pass
             if control[STEP // 8] == last and not control[STOP // 8]:
-                self._link.sleep()
+                bell.wait(last)
             words.sleeping = False
-            self._link.silence()
 
     def _await_step(self, control: memoryview, last: int) -> int:
         """Watches the step number for the idle time; the new one, or `last` if there is none."""

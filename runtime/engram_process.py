@@ -11,6 +11,8 @@ from typing import Any
 from bloomery.runtime.arena import Arena, Lowered
 from bloomery.runtime.engram_record import EngramWords
 from bloomery.runtime.errors import RequestError
+from bloomery.runtime.futex import futex_wake
+from bloomery.runtime.step_record import STEP
 from bloomery.runtime.worker_group import WorkerGroup
 from bloomery.runtime.worker_messages import EngramOptions, EngramStart, WorkerStart
 
@@ -23,6 +25,7 @@ class EngramProcess:
         fields = {**vars(like), "rank": 0, "cpu": -1, **asdict(options)}
         self._group = WorkerGroup(name, [EngramStart(**fields)], quiet_seconds)
         self._words: EngramWords | None = None
+        self._step_address = 0
         self.restarts = 0
 
     def attach(self, arena: Arena, lowered: Lowered, sites: int) -> None:
@@ -30,6 +33,7 @@ class EngramProcess:
         self._group.hellos([0])
         self._group.attach([0], arena, lowered)
         self._words = EngramWords(arena.memory("engram"), sites)
+        self._step_address = arena.memory("control").ctypes.data + STEP
 
     @property
     def dead(self) -> bool:
@@ -45,9 +49,10 @@ class EngramProcess:
         return self._group.pids[0]
 
     def ring(self, unless_awake: bool = True) -> None:
-        """Wakes the process if it sleeps, or in any case."""
+        """Wakes the process if it sleeps, or in any case: at the futex that is the low half of STEP, so that no other
+        thread has to run before it does."""
         if not unless_awake or (self._words and self._words.sleeping):
-            self._group.ring(0)
+            futex_wake(self._step_address)
 
     def lags(self, step: int) -> bool:
         """Whether rows of a step are still missing."""

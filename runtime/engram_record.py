@@ -10,7 +10,8 @@ The process looks at the same STEP and step record as the workers (`step_record`
 then the step number into the site's FLAG; whoever sees the number there (acquire) sees both. FLAG is also raised if the
 rows cannot be read: then the message and FAILED = step number are stored before it, the step runs to its end with
 whatever is there, and the coordinator throws its result away. A step that is aborted is fetched to its end all the
-same; nobody reads what comes of it. SLEEPING is as a rank's.
+same; nobody reads what comes of it. SLEEPING is as a rank's, but the sleep is at a futex, the low half of STEP, and
+ends after a second at the latest: a message would have to pass two more threads before the process runs.
 
 The history that n-grams need is in the `tokens` state: the workers write the tokens of the running step into it while
 the process reads older ones, which lie in other rows (`states`); those of the step itself it takes from the record.

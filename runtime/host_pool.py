@@ -319,8 +319,8 @@ def worker_starts(
 
 def _engram_like(starts: list[WorkerStart]) -> WorkerStart:
     """What the engram I/O process has of a worker's start. It watches for steps as long as a worker only where it has
-    a core to itself; elsewhere a worker would have to wait for its own core."""
+    a core to itself; elsewhere a worker would have to wait for its own core, so it sleeps at once."""
     cores = len(affinity_mask())
     quota = cpu_quota()
     spare = len(starts) < (cores if quota is None else min(cores, quota))
-    return starts[0] if spare else replace(starts[0], idle_ns=min(starts[0].idle_ns, _CROWDED_IDLE_NS))
+    return starts[0] if spare else replace(starts[0], idle_ns=0)
