@@ -398,7 +398,7 @@ def test_results_depend_on_nothing_but_the_sequence(name: str) -> None:
             assert (evaluate(executor, tokens) == wanted).all()
         for block in (1, 7, 13):
             assert (evaluate(executor, tokens, block=block, slot=1) == wanted).all(), block
-        assert (evaluate(executor, tokens[150:], slot=1, start=150, block=16) == wanted[150:]).all(), "taken back"
+        assert (evaluate(executor, tokens[166:], slot=1, start=166, block=5) == wanted[166:]).all(), "taken back"
         evaluate(executor, tokens[:90], slot=0)
         executor.copy_prefix(0, 2, 90)
         assert (evaluate(executor, tokens[90:], slot=2, start=90) == wanted[90:]).all(), "a copied prefix"
