@@ -173,7 +173,7 @@ def _index_rows(lowering: Lowering, op: IndexRows) -> None:
     groups = max(1, blocks(context.context, op.ratio))
     of_blocks = blocks(groups, op.block) if op.block else 0
     state, cache_type = _state(lowering, op.keys)[:3], context.cache_type
-    each = _rows_each(4 * (groups + of_blocks))
+    each = _rows_each(lowering, op.q, 4 * (groups + of_blocks))
     words: tuple[int, ...]
     scores = context.scratch("index:scores", each * groups * 4)
     bests = context.scratch("index:blocks", each * max(1, of_blocks) * 4)
@@ -196,9 +196,9 @@ def _index_rows(lowering: Lowering, op: IndexRows) -> None:
         lowering.emit("indexer", "index_rows", (rows,), 1024, *words, shared=4 * (of_blocks // 32 + 1))
 
 
-def _rows_each(nbytes: int) -> int:
+def _rows_each(lowering: Lowering, view: View, nbytes: int) -> int:
     """Rows of a block that go through scratch of so many bytes a row at a time; those of a decode step always do."""
-    return max(MAX_ROWS, _SCRATCH // max(1, nbytes))
+    return min(max(MAX_ROWS, _SCRATCH // nbytes), lowering._room(view))
 
 
 # ---- attention
@@ -210,7 +210,7 @@ def _window_attention(lowering: Lowering, op: WindowAttention) -> None:
         raise _refuse(lowering, op, f"has heads {width} wide, the card's kernel takes multiples of 4 up to {2 * _EACH}")
     slots, positions = _places(lowering, op, op.q)
     window = (*_state(lowering, op.window), op.span)
-    each = min(_rows_each(heads * _TEAMS * width * 4), 65535)
+    each = _rows_each(lowering, op.q, heads * _TEAMS * width * 4)
     parts = context.scratch("window:parts", each * heads * _TEAMS * width * 4)
     extremes = context.scratch("window:extremes", each * heads * _TEAMS * 8)
     element = 4 if context.cache_type == "f32" else 2

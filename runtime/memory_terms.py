@@ -14,6 +14,7 @@ from bloomery.runtime.arena import LEAST_SPARE, ArenaLayout, ArenaShape, Lowered
 from bloomery.runtime.daemon_config import DaemonConfig
 from bloomery.runtime.engram_record import engram_tables
 from bloomery.runtime.expert_tiers import ExpertTiers
+from bloomery.runtime.ops_deepseek4 import IndexRows, WindowAttention
 from bloomery.runtime.program import (
     Attention,
     HeadMatMul,
@@ -24,6 +25,7 @@ from bloomery.runtime.program import (
     op_weights,
 )
 from bloomery.runtime.row_cache import cache_room
+from bloomery.runtime.row_reader import CACHE_BYTES
 from bloomery.runtime.split_program import host_part
 from bloomery.runtime.states import element_type
 
@@ -49,6 +51,8 @@ _PIECE: Final = 512 << 20
 _PARTS: Final = 256 << 20
 _DEPTH: Final = 64
 _SPLIT: Final = 64
+_TEAMS: Final = 16
+_GROUPS: Final = 128 << 20
 _ROUNDING: Final = 512
 
 
@@ -122,12 +126,14 @@ def card_plan_terms(
     layout = ArenaLayout(host_part(program, tiers.host_layers), shape, Lowered((), 0))
     logits = layout.regions[f"buffer:{program.logits}"].nbytes
     dense, _, tables = weight_bytes(program)
+    brought = _brought_bytes(program, rows)
     terms = [
         MemoryTerm("disk tables", tables, "disk"),
+        MemoryTerm("row cache", cache_room(tables, CACHE_BYTES) if tables else 0, "private"),
         MemoryTerm("CUDA context", CARD_CONTEXT_BYTES, "card"),
         MemoryTerm("card margin", CARD_MARGIN_BYTES, "card"),
         MemoryTerm("dense weights", dense, "card"),
-        MemoryTerm("card activations", _buffer_bytes(program, rows, out_rows), "card"),
+        MemoryTerm("card activations", _buffer_bytes(program, rows, out_rows) + brought, "card"),
         MemoryTerm("card scratch", card_scratch_bytes(program, context, rows), "card"),
         MemoryTerm("KV cache", card_cache_bytes(config, program, context), "card"),
         MemoryTerm("card experts", tiers.card_bytes, "card"),
@@ -148,6 +154,12 @@ def _buffer_bytes(program: Program, rows: int, out_rows: int) -> int:
     return sum(most[buffer.rows] * 4 * buffer.width + _ROUNDING for buffer in program.buffers.values())
 
 
+def _brought_bytes(program: Program, rows: int) -> int:
+    """Rows of n-gram tables on a card."""
+    buckets = program.engram.buckets if program.engram else 0
+    return sum(rows * buckets * table.row_bytes + _ROUNDING for table in engram_tables(program))
+
+
 def card_cache_bytes(config: DaemonConfig, program: Program, context: int) -> int:
     """All states of all slots as a card holds them."""
     spare = max(config.prompt_block, config.slots, LEAST_SPARE)
@@ -163,9 +175,10 @@ def card_scratch_bytes(program: Program, context: int, rows: int) -> int:
 
     Names are shared by all layers, so the widest op of a kind counts: inputs of products in each of their forms (five
     bytes an element for each of three quantised or rounded ones, two for each of two halves), what every chosen expert
-    makes, the parts of attention over each split of the context; in prompt blocks also a piece of the weights as f16.
+    makes, the parts of attention (of each split of the context; of each team over window and groups), an indexer's
+    scores; in prompt blocks also a piece of the weights as f16.
     """
-    inputs, experts, attention, tables, weights = 0, 0, 0, 0, 0
+    inputs, experts, attention, window, index, tables, weights = 0, 0, 0, 0, 0, 0, 0
     blocks, splits = rows >= PROMPT_ROWS, -(-context // _SPLIT)
     for op in program.ops:
         halves = 2 * sum(math.prod(program.weights[name].shape) for name in op_weights(op))
@@ -181,10 +194,18 @@ def card_scratch_bytes(program: Program, context: int, rows: int) -> int:
                 parts = op.q.count * splits * op.value_width * 4
                 most = max(CARD_ROWS, min(512, _PARTS // parts)) if blocks else CARD_ROWS
                 attention = max(attention, most * (parts + op.q.count * splits * 8))
+            case WindowAttention():
+                parts = op.q.count * _TEAMS * op.q.width * 4
+                most = min(max(CARD_ROWS, _GROUPS // parts), max(rows, CARD_ROWS))
+                window = max(window, most * (parts + op.q.count * _TEAMS * 8))
+            case IndexRows():
+                parts = 4 * (-(-context // op.ratio)) * (2 if op.block else 1)
+                index = max(index, min(max(CARD_ROWS, _GROUPS // parts), max(rows, CARD_ROWS)) * parts)
             case Rope():
                 tables += len(op.frequencies) * 16
             case _:
                 pass
     forms = 3 * 5 + 2 * 2
     each = forms * (inputs + _DEPTH) + experts + tables + 1024
+    attention += window + index
     return rows * each + attention + (min(weights, _PIECE) + _PIECE // 64 if blocks else 0) + 64 * _ROUNDING

@@ -59,7 +59,7 @@ KINDS = (
     WindowAttention, SoftplusRouter, CacheWrite,
 )  # fmt: skip
 CLOSE = 3e-6  # of the greatest magnitude of a result: float32 sums of up to 1024 products, in another order
-CONTEXT, ROWS = 256, 64
+CONTEXT, ROWS, BLOCK = 256, 64, 12
 F32_BAND = 1e-5  # relative rms at each position, as on the host
 GARBAGE = -7.0
 
@@ -184,9 +184,9 @@ def every_op(card: Emulated | OnCard, name: str) -> None:
     tokens = figures41("tiny-deepseek41-a")["ids"] if name == "deepseek41" else figures41("deepseek4-F32")["tokens"]
     executor = Comparing(card)
     first = 60 if name == "deepseek41" else 130
-    for start in range(0, first - 34, ROWS):
-        executor.step(rows_of(tokens[start : min(start + ROWS, first - 34)], start=start, out="none"))
-    executor.compare(rows_of(tokens[first - 34 : first], start=first - 34, out="last"), "block")
+    for start in range(0, first - BLOCK, ROWS):
+        executor.step(rows_of(tokens[start : min(start + ROWS, first - BLOCK)], start=start, out="none"))
+    executor.compare(rows_of(tokens[first - BLOCK : first], start=first - BLOCK, out="last"), "block")
     executor.step(rows_of(tokens[:17], slot=1, out="none"))
     executor.compare(
         joined(rows_of(tokens[3:7], slot=1, start=16), rows_of(tokens[20:24], start=first - 3, out="last")), "step"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from deepseek_data import tiny4, tiny41
 from oracle_data import quantised_file
 from paper_model import PaperQwen3
 
@@ -117,6 +119,12 @@ def test_scratch_is_bounded_by_its_term(name: str, context: int) -> None:
     program = build_program(ModelFile.open(quantised_file(name)))
     for rows in (MAX_ROWS, 200):
         check_scratch(program, context, rows)
+
+
+@pytest.mark.parametrize("path", (lambda: tiny41("a"), tiny4), ids=("deepseek41", "deepseek4"))
+def test_scratch_of_deepseek_is_bounded_by_its_term(path: Callable[[], Path]) -> None:
+    for context, rows in ((64, MAX_ROWS), (4096, 200)):
+        check_scratch(build_program(ModelFile.open(path())), context, rows)
 
 
 def check_scratch(program: Program, context: int, rows: int) -> None:
