@@ -8,7 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serving import Serving, serving
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from serving import Answer, Serving, serving
+
+from bloomery.launcher.http.app import ROUTES
+from bloomery.launcher.http.fields import FIELDS
+from bloomery.launcher.http.openapi import document
 
 SEED = 20
 ROUNDS = 25
@@ -83,13 +88,7 @@ def test_odd_bodies_never_fail(server: Serving, path: str) -> None:
         body = mutated(body, dice) if dice.random() < 0.4 else body
         data = json.dumps(body).encode()
         answer = server.request("POST", path, data)
-        if answer.status == 500:  # llama-server's status for images
-            assert "input is not supported" in answer.json["error"]["message"], (data, answer.data)
-        else:
-            assert answer.status < 500 or answer.status == 501, (data, answer.data)
-        if answer.status >= 400:
-            error = answer.json["error"]
-            assert error["message"] and error["type"], (data, answer.data)
+        require_no_failure(answer, data)
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -104,3 +103,78 @@ def test_cut_bytes_never_fail(server: Serving, path: str) -> None:
         answer = server.request("POST", path, damaged)
         assert answer.status < 500 or answer.status == 501, (damaged, answer.data)
     assert server.get("/health").status == 200
+
+
+def require_no_failure(answer: Any, data: Any) -> None:
+    """No status of a failed server, and an error object wherever something is refused."""
+    if answer.status == 500:  # llama-server's status for images
+        assert "input is not supported" in answer.json["error"]["message"], (data, answer.data)
+    assert answer.status in (500, 501) or answer.status < 500, (data, answer.data)
+    if answer.status >= 400:
+        assert answer.json["error"]["message"] and answer.json["error"]["type"], (data, answer.data)
+
+
+HUGE = b"abc def " * (1 << 17)
+MONSTERS = {
+    "a megabyte that is no JSON": HUGE,
+    "a megabyte in one string": b'{"%s": "' + HUGE + b'"}',
+    "a megabyte in one name": b'{"' + HUGE + b'": 1, "%s": 0}',
+    "deep lists": b'{"%s": ' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+    "deep objects": b'{"%s": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001,
+    "an open end": b'{"%s": ' + b"[" * 200_000,
+    "a long number": b'{"%s": ' + b"9" * 100_000 + b"}",
+    "invalid UTF-8": b'{"%s": "\xff\xfe\xed\xa0\x80"}',
+    "UTF-16": '{"%s": "x"}'.encode("utf-16"),
+    "a null byte": b'{"%s": "x"}\x00',
+    "not an object": b'["%s"]',
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize(
+    "path", ["/completion", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize", "/v1/embeddings"]
+)
+def test_monstrous_bodies_are_refused_or_answered(server: Serving, path: str) -> None:
+    field = next(iter(BODIES[path])).encode()
+    for name, monster in MONSTERS.items():
+        answer = server.request("POST", path, monster.replace(b"%s", field))
+        require_no_failure(answer, name)
+        if b"%s" not in monster or name in ("deep objects", "invalid UTF-8", "a null byte", "an open end"):
+            assert answer.status == 400, (name, answer.data)
+
+
+def test_the_description_has_every_route_and_field(server: Serving) -> None:
+    described = server.get("/openapi.json").json
+    assert described == json.loads(json.dumps(document(ROUTES)))
+    operations = {(method, path) for path, entry in described["paths"].items() for method in entry}
+    assert operations == {(method.lower(), path) for method, paths, _ in ROUTES for path in paths}
+    properties = described["components"]["schemas"]["Generation"]["properties"]
+    assert {name for field in FIELDS for name in (field.name, *field.aliases)} <= properties.keys()
+    bodies = [path for path, entry in described["paths"].items() if "requestBody" in entry.get("post", {})]
+    missing = {path.split("?")[0].replace("/0", "/{slot}") for path in BODIES} - set(bodies)
+    assert not missing, "bodies that the description does not know"
+
+
+def test_requests_made_from_the_description(server: Serving) -> None:
+    """A few of each operation, by its schema and against it; docs/http.md has the longer run."""
+    schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
+    described = server.get("/openapi.json").json
+    first = {paths[-1] for _, paths, _ in ROUTES}  # the other addresses of a route lead to the same function
+    known = [result.ok() for result in schemathesis.openapi.from_dict(described).get_all_operations()]
+    operations = [operation for operation in known if operation.path in first]
+    assert len(operations) > 20
+    for operation in operations:
+        has_body = "requestBody" in described["paths"][operation.path][operation.method]
+        for mode in ("positive", "negative") if has_body else ("positive",):
+            strategy = operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode))
+
+            @seed(SEED)
+            @settings(max_examples=2, deadline=None, database=None, phases=[Phase.generate],
+                      suppress_health_check=list(HealthCheck))  # fmt: skip
+            @given(case=strategy)
+            def ask(case: Any) -> None:
+                response = case.call(base_url=server.url)
+                body = response.request.body
+                require_no_failure(Answer(response.status_code, {}, response.content), (case.path, body))
+
+            ask()

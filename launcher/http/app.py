@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bloomery.launcher.http import anthropic, embeddings, endpoints, responses, slot_actions, state, vocabulary_calls
 from bloomery.launcher.http.errors import as_request_error, error_response
+from bloomery.launcher.http.openapi import document
 from bloomery.launcher.http.server import Server
 from bloomery.launcher.http.settings import ServerSettings
 from bloomery.runtime.errors import RequestError
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 Endpoint = Callable[[Server, Request], Awaitable[Response]]
 
 HEALTH = ("/health", "/v1/health")
-RESTFUL = (*HEALTH, "/props", "/models", "/v1/models", "/metrics")
+RESTFUL = (*HEALTH, "/props", "/models", "/v1/models", "/metrics", "/openapi.json")
 """Paths that do not wake a sleeping model. (What they need they ask for, and fail while it loads.)"""
 ASSETS = ("/", "/index.html", "/sw.js", "/manifest.webmanifest", "/_app/version.json", "/favicon.ico")
 PAGE_HEADERS = {
@@ -38,6 +39,12 @@ PAGE_HEADERS = {
     "connect-src 'self'; img-src 'self' data:; manifest-src 'self'; base-uri 'none'; form-action 'none'",
     "X-Content-Type-Options": "nosniff",
 }
+
+
+async def description(server: Server, request: Request) -> Response:
+    """GET /openapi.json: these routes."""
+    return JSONResponse(document(ROUTES, server.settings.prefix.rstrip("/")))
+
 
 ROUTES: tuple[tuple[str, tuple[str, ...], Endpoint], ...] = (
     ("GET", HEALTH, state.health),
@@ -65,6 +72,7 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Endpoint], ...] = (
     ("POST", ("/v1/messages/count_tokens",), anthropic.count_tokens),
     ("GET", ("/cors-proxy", "/tools"), state.page_helper),
     ("POST", ("/cors-proxy", "/tools"), state.page_helper),
+    ("GET", ("/openapi.json",), description),
     ("POST", ("/tokenize",), vocabulary_calls.tokenize),
     ("POST", ("/detokenize",), vocabulary_calls.detokenize),
 )
