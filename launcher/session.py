@@ -21,11 +21,12 @@ def open_session(program: str, args: argparse.Namespace, **defaults: int | str) 
     """A client whose daemon is ready. `defaults` are DaemonConfig fields for a private daemon where the person said
     nothing. Raises BloomeryError for a model that cannot be used and for a daemon that cannot be reached."""
     with ExitStack() as stack:
-        endpoint = args.endpoint
-        if endpoint is None:
+        if args.endpoint is None:
             config = daemon_config(args, chosen_model(args), **defaults)
             display = stack.enter_context(ProgressDisplay(program))
-            endpoint = stack.enter_context(PrivateDaemon(config, progress=display)).endpoint
+            daemon = stack.enter_context(PrivateDaemon(config, progress=display))
+            client = Client(daemon.endpoint, runs=lambda: daemon.runs)
         else:
             refuse_daemon_options(args)
-        yield stack.enter_context(Client(endpoint))
+            client = Client(args.endpoint)
+        yield stack.enter_context(client)

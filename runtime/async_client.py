@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -100,23 +100,38 @@ class AsyncClient:
     """A session with a daemon inside an event loop. Made by `await AsyncClient.connect(endpoint)`, or used as
     `async with AsyncClient(endpoint) as client`. Errors are those of `Client`."""
 
-    def __init__(self, endpoint: str, *, name: str = "bloomery-python-asyncio", timeout: float = 60.0) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        name: str = "bloomery-python-asyncio",
+        timeout: float = 60.0,
+        runs: Callable[[], bool] | None = None,
+    ) -> None:
         self.endpoint = endpoint
         self._name = name
         self._timeout = timeout
+        self._runs = runs
         self._connected: Connection | None = None
 
     @classmethod
     async def connect(
-        cls, endpoint: str, *, name: str = "bloomery-python-asyncio", timeout: float = 60.0
+        cls,
+        endpoint: str,
+        *,
+        name: str = "bloomery-python-asyncio",
+        timeout: float = 60.0,
+        runs: Callable[[], bool] | None = None,
     ) -> AsyncClient:
-        client = cls(endpoint, name=name, timeout=timeout)
+        client = cls(endpoint, name=name, timeout=timeout, runs=runs)
         await client._open()
         return client
 
     async def _open(self) -> None:
         if self._connected is None:
-            self._connected = await asyncio.to_thread(Connection, self.endpoint, name=self._name, timeout=self._timeout)
+            self._connected = await asyncio.to_thread(
+                Connection, self.endpoint, name=self._name, timeout=self._timeout, runs=self._runs
+            )
 
     @property
     def _connection(self) -> Connection:

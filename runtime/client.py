@@ -14,7 +14,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -94,11 +94,18 @@ class Client:
 
     `timeout` bounds the wait for the daemon to answer, loading of the model included. Raises RequestError with
     "daemon_lost", "timeout" or "version_mismatch" from the constructor; once the daemon is gone, running requests end
-    with Failed("daemon_lost") and new ones raise.
+    with Failed("daemon_lost") and new ones raise. `runs` is `Connection`'s: for a daemon whose process is known.
     """
 
-    def __init__(self, endpoint: str, *, name: str = "bloomery-python", timeout: float = 60.0) -> None:
-        self._connection = Connection(endpoint, name=name, timeout=timeout)
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        name: str = "bloomery-python",
+        timeout: float = 60.0,
+        runs: Callable[[], bool] | None = None,
+    ) -> None:
+        self._connection = Connection(endpoint, name=name, timeout=timeout, runs=runs)
         self.endpoint = endpoint
         self.control = self._connection.welcome.control
         self.facts: ModelFacts = self._connection.welcome.model

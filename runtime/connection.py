@@ -7,6 +7,7 @@ not know what callers do with events: `client.py` (blocking) and `async_client.p
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket as sockets
 import threading
@@ -25,7 +26,12 @@ from bloomery.runtime.messages import chunk_cost, read_error, read_event
 from bloomery.runtime.protocol import NO_REQUEST, VERSIONS, Kind, Message, NotOurs, pack, unpack
 from bloomery.runtime.requests import Event, Failed, Final
 
+log = logging.getLogger(__name__)
+
 SILENT_HEARTBEATS = 5
+PATIENCE_S = 120.0
+"""How long a daemon whose process is known to run may be silent: on a crowded machine it may get no time for many
+seconds, and starting another one, which loads the model anew, would only add to the crowd."""
 LOADING_RETRY_S = 0.1
 RESTART_HINT = "start the daemon again (bloomery-launch) and connect anew"
 
@@ -63,11 +69,15 @@ class Connection:
 
     Raises RequestError from the constructor: "daemon_lost" (nobody listens), "timeout" (no WELCOME within `timeout`
     seconds, or still loading by then), "version_mismatch".
+
+    `runs` tells whether the daemon's process runs, where that is known: such a daemon is waited for with a warning, at
+    most PATIENCE_S, when it falls silent. Any other is given up after SILENT_HEARTBEATS.
     """
 
-    def __init__(self, endpoint: str, *, name: str, timeout: float) -> None:
+    def __init__(self, endpoint: str, *, name: str, timeout: float, runs: Callable[[], bool] | None = None) -> None:
         require_listener(endpoint)
         self.endpoint = endpoint
+        self._runs = runs
         self._waiting: dict[bytes, Deliver] = {}
         self._lock = threading.Lock()
         self._outgoing: deque[Message] = deque()
@@ -197,6 +207,7 @@ class Connection:
         for source in (self._socket, self._monitor, self._wake):
             poller.register(source, zmq.POLLIN)
         heard = pinged = looked = time.monotonic()
+        warned = False
         while not self._closing:
             idle = not self._waiting
             ready = dict(poller.poll(None if idle else int(heartbeat * 500)))
@@ -213,10 +224,15 @@ class Connection:
                 self._receive()
             elif self._monitor in ready:
                 raise self._gone()
-            if now - heard > SILENT_HEARTBEATS * heartbeat:
+            if (silent := now - heard) <= SILENT_HEARTBEATS * heartbeat:
+                warned = False
+            elif self._runs is None or silent > PATIENCE_S or not self._runs():
                 raise RequestError(
-                    "daemon_lost", f"the daemon on {self.endpoint} is silent for {now - heard:.1f} s", RESTART_HINT
+                    "daemon_lost", f"the daemon on {self.endpoint} is silent for {silent:.1f} s", RESTART_HINT
                 )
+            elif not warned:
+                warned = True
+                log.warning("the daemon runs but is silent for %.1f s; waiting for it (is the machine busy?)", silent)
             if self._waiting and now - pinged >= heartbeat:
                 pinged = now
                 self._transmit(Message(Kind.PING))
@@ -243,6 +259,10 @@ class Connection:
             except NotOurs as error:
                 raise RequestError("daemon_lost", f"{self.endpoint} does not speak this protocol: {error}") from error
             except RequestError as error:
+                if error.code == "no_session":
+                    raise RequestError(
+                        "daemon_lost", f"the daemon on {self.endpoint} has forgotten this client", "connect anew"
+                    ) from error
                 raise RequestError(
                     "daemon_lost", f"unreadable message from {self.endpoint}: {error.message}"
                 ) from error

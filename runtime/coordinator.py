@@ -51,6 +51,9 @@ SWITCH_INTERVAL_S = 0.0005
 Progress = Callable[[str, int, int], None]
 
 
+RAISE_AGAIN_S = 0.02
+
+
 class Stopped(BaseException):
     """A signal or a shutdown call came while the model was loading."""
 
@@ -119,13 +122,24 @@ class StopSwitch:
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """Inside, a stop raises Stopped in the main thread."""
+        previous, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
         self._loading = True
         try:
             self._check()
             yield
         finally:
             self._loading = False
+            sys.unraisablehook = previous
         self._check()
+
+    def _on_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
+        """A stop that came while an object was finalised or in a callback of C code, where Python drops exceptions: it
+        is raised again a moment later."""
+        if not isinstance(unraisable.exc_value, Stopped):
+            sys.__unraisablehook__(unraisable)
+            return
+        self._loading = True
+        threading.Timer(RAISE_AGAIN_S, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
     def _check(self) -> None:
         if self.pulled.is_set():

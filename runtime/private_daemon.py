@@ -65,6 +65,11 @@ class PrivateDaemon:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def runs(self) -> bool:
+        """Whether its process is there, however slow."""
+        return self._process.poll() is None
+
     def last_words(self) -> str:
         """The last lines that the daemon wrote to standard error."""
         return self._log.last_words()

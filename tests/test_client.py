@@ -19,6 +19,7 @@ import pytest
 from conftest import left_behind
 
 from bloomery.launcher.demo_model import demo_model_path
+from bloomery.runtime import connection
 from bloomery.runtime.async_client import AsyncClient
 from bloomery.runtime.client import Client, ControlClient, new_request_id
 from bloomery.runtime.completion import Completion, gather
@@ -295,6 +296,33 @@ def test_a_stopped_daemon_counts_as_lost_after_five_heartbeats() -> None:
             last = list(stream)[-1]
             assert isinstance(last, Failed) and "silent" in last.message
             assert 4.0 < time.monotonic() - start < 10.0
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+
+
+def test_a_daemon_that_is_known_to_run_is_waited_for(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped process is silent but runs, as a starved one. Planted and seen to fail: a rule without `runs`."""
+    monkeypatch.setattr(connection, "SILENT_HEARTBEATS", 1)
+    with PrivateDaemon(CONFIG) as daemon, Client(daemon.endpoint, runs=lambda: daemon.runs) as client:
+        stream = client.generate(endless(), timeout=SECONDS)
+        assert isinstance(next(stream), Admitted)
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            wait_for(lambda: "is silent for" in caplog.text)
+            time.sleep(0.5)
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        assert gather(stream).final.generated_tokens == 400
+        assert caplog.text.count("is silent for") == 1
+        monkeypatch.setattr(connection, "PATIENCE_S", 2.0)
+        stream = client.generate(endless(), timeout=SECONDS)
+        assert isinstance(next(stream), Admitted)
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            last = list(stream)[-1]
+            assert isinstance(last, Failed) and last.code == "daemon_lost" and "silent" in last.message
         finally:
             os.kill(daemon.pid, signal.SIGCONT)
 

@@ -22,6 +22,7 @@ import pytest
 from bloomery.launcher.demo_model import demo_model_path
 from bloomery.runtime.card_probe import may_have_card
 from bloomery.runtime.client import Client, ControlClient, new_request_id
+from bloomery.runtime.coordinator import Stopped, StopSwitch
 from bloomery.runtime.daemon_config import DaemonConfig
 from bloomery.runtime.endpoints import EndpointError
 from bloomery.runtime.errors import BloomeryError, ModelFileError, PlanError, RequestError
@@ -466,6 +467,20 @@ def test_sigterm_while_loading(delay: float, tmp_path: Path) -> None:
     out, errors = process.communicate(timeout=20)
     assert (process.returncode, errors) == (128 + signal.SIGTERM, ""), out
     assert not files_of(process.pid) and not list(tmp_path.iterdir())
+
+
+def test_a_stop_where_python_drops_exceptions(capsys: pytest.CaptureFixture[str]) -> None:
+    """Planted once and seen to fail: without the hook the stop is printed and forgotten."""
+
+    class Finalised:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1e-6)
+
+    with StopSwitch() as stop, pytest.raises(Stopped), stop.loading():
+        Finalised()
+        wait_for(lambda: False)
+    assert stop.signal == signal.SIGTERM and capsys.readouterr().err == ""
 
 
 def test_the_queue_refuses_with_a_time_to_wait() -> None:

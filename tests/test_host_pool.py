@@ -163,10 +163,13 @@ def test_an_abort_of_an_announced_step_is_not_lost() -> None:
 
 def test_an_abort_is_for_one_step_and_never_for_another() -> None:
     rng = np.random.default_rng(41)
-    pool = start_pool(2, stages=200, delays=[600])  # a few milliseconds
-    aborted = 0
+    pool = start_pool(2, stages=200, delays=[600])  # a few milliseconds, more where others run
+    aborted = rounds = 0
     try:
-        for pause in rng.uniform(0, 0.006, 60):
+        check_step(pool, make_rows(rng, 1), stages=200)
+        while rounds < 60 or (not aborted and rounds < 600):  # where others run, any one may come before its step
+            rounds += 1
+            pause = rng.uniform(0, 1.5) * pool.statistics()["step_seconds_last"]
             timer = threading.Timer(pause, pool.abort)
             timer.start()
             try:

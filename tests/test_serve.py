@@ -418,7 +418,7 @@ def test_full_queue() -> None:
     arguments = ("--executor", "reference", "-c", "512", "-np", "1", "--queue", "1", "--metrics")
     with serving("--demo", "tiny-qwen3moe", *arguments) as server:
         statuses: list[int] = []
-        long = GREEDY | {"n_predict": 150, "ignore_eos": True}
+        long = GREEDY | {"n_predict": 400, "ignore_eos": True}  # runs until the others are there, on a busy machine too
         threads = [
             threading.Thread(target=lambda: statuses.append(server.post("/completion", long).status)) for _ in range(2)
         ]

@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 State: TypeAlias = Literal["loading", "ready", "sleeping", "failed"]
 CREDIT = 1024
 RETRY_SECONDS = 1.0
+LOADING_SECONDS = 600.0
+REUNION_SECONDS = 10.0
+"""How long a daemon that runs may take to answer anew before it is replaced."""
 KEPT_PIECES = 1 << 20
 
 
@@ -48,10 +51,11 @@ class Backend:
         async with self._turn:
             await self._open()
 
-    async def _open(self) -> None:
+    async def _open(self, timeout: float = LOADING_SECONDS) -> None:
+        runs = (lambda: self._source.runs) if self._source.private else None
         try:
             endpoint = await asyncio.wrap_future(self._endpoint)
-            self._client = await AsyncClient.connect(endpoint, name="bloomery-serve", timeout=600)
+            self._client = await AsyncClient.connect(endpoint, name="bloomery-serve", timeout=timeout, runs=runs)
             self._control = await asyncio.to_thread(ControlClient, self._client.control)
             self._facts = self._client.facts
             self.error, self.state = None, "ready"
@@ -76,10 +80,17 @@ class Backend:
         return self.state == "ready" and (self._client is None or not self._client.alive)
 
     async def reopen(self) -> None:
-        """After a loss: a private daemon is replaced, another one is looked for until it is back."""
+        """After a loss: a private daemon is replaced, another one is looked for until it is back. A private daemon that
+        runs has only forgotten a client from which nothing came for long: it is connected to again, with its model and
+        caches as they are."""
         async with self._turn:
             self.state = "loading"
             await self._close()
+            if self._source.runs:
+                await self._open(REUNION_SECONDS)
+                if self.error is None:
+                    return
+                self.state = "loading"
             while not await self._restart() and not self._source.private:
                 self.state = "loading"
                 await asyncio.sleep(RETRY_SECONDS)

@@ -133,7 +133,7 @@ async def watch(server: Server, ready: Callable[[], None], stop: Callable[[], No
     while backend.state != "failed":
         await asyncio.sleep(WATCH_SECONDS)
         if backend.lost:
-            log.error("the daemon is lost: starting again")
+            log.error("the connection to the daemon is lost: making another")
             await backend.reopen()
         elif server.idle_seconds > server.settings.sleep_seconds > 0 and backend.can_sleep:
             await server.fall_asleep()

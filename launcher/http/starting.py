@@ -16,12 +16,19 @@ class Daemon(Protocol):
 
     endpoint: str
 
+    @property
+    def runs(self) -> bool: ...
+
     def close(self) -> None: ...
 
 
 class DaemonSource(Protocol):
     private: bool
     """Whether it is this server's own: stopping it frees its memory, and a dead one can be replaced."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether a private daemon's process is there, however slow; False where nothing is known of it."""
 
     def start(self) -> Future[str]:
         """The endpoint of the daemon, once there is one; called again after `stop`, another one."""
@@ -39,6 +46,11 @@ class PrivateSource:
         self._make = make
         self._daemon: Daemon | None = None
         self._thread: threading.Thread | None = None
+
+    @property
+    def runs(self) -> bool:
+        daemon = self._daemon
+        return daemon is not None and daemon.runs
 
     def start(self) -> Future[str]:
         future: Future[str] = Future()
@@ -68,6 +80,7 @@ class NamedSource:
     """A daemon that somebody else started."""
 
     private = False
+    runs = False
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
