@@ -114,6 +114,15 @@ def _add_http_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--metrics", action="store_true", help="answer GET /metrics")
     group.add_argument("--slots", action=argparse.BooleanOptionalAction, default=True, help="answer GET /slots")
     group.add_argument("--tools", "--tools-runtime", metavar="NAMES", help=argparse.SUPPRESS)  # only restricts origins
+    group.add_argument(
+        "--ui-mcp-proxy",
+        "--webui-mcp-proxy",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="answer /cors-proxy?url=...: whoever may use this server then reaches every address that this machine "
+        "reaches, those of its own network too; allows only local web pages, and is meant for trusted machines "
+        "(default off)",
+    )
     group.add_argument("--props", action="store_true", help="answer POST /props")
     group.add_argument(
         "--ui", "--webui", action=argparse.BooleanOptionalAction, default=True, help="the chat page at / (default on)"
@@ -149,6 +158,13 @@ def _add_chat_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "-rea", "--reasoning", default="auto", choices=("on", "off", "auto"), help="whether models think"
+    )
+    group.add_argument(
+        "--reasoning-budget",
+        type=int,
+        default=-1,
+        choices=(-1, 0),
+        help="0 is --reasoning off, -1 (default) sets no limit; other limits are not supported",
     )
     group.add_argument(
         "--prefill-assistant",
@@ -208,16 +224,17 @@ def settings_of(args: argparse.Namespace) -> ServerSettings:
         chat_template_kwargs=variables,
         prefill_assistant=args.prefill_assistant,
         reasoning_format=args.reasoning_format,
-        reasoning=args.reasoning,
+        reasoning="off" if args.reasoning_budget == 0 else args.reasoning,
         verbose=args.verbose,
         context_shift=args.context_shift,
         embeddings=args.embedding,
         pooling=args.pooling,
-        cors_origins=args.cors_origins or ("localhost" if args.tools else "*"),
+        cors_origins=args.cors_origins or ("localhost" if args.tools or args.ui_mcp_proxy else "*"),
         cors_methods=args.cors_methods,
         cors_headers=args.cors_headers,
         cors_credentials=args.cors_credentials,
         json_log=args.json_log,
+        proxy=args.ui_mcp_proxy,
         sleep_seconds=args.sleep_idle_seconds,
     )
 

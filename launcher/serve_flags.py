@@ -1,12 +1,17 @@
 """Flags of bloomery-serve that set defaults of requests, and flags of llama-server that change nothing here.
 
-Owns both lists. What the defaults mean is `http/fields.py`'s.
+Owns both lists, and the forms of values that only flags have. What the defaults mean is `http/fields.py`'s.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
+from pathlib import Path
 from typing import Any
+
+from bloomery.launcher.command_line import UsageError
 
 # Flag spellings, request field, type.
 _DEFAULTS: tuple[tuple[tuple[str, ...], str, type], ...] = (
@@ -162,8 +167,6 @@ _WITHOUT_VALUE = [
     "--models-autoload",
     "--no-agent",
     "-no-ag",
-    "--no-ui-mcp-proxy",
-    "--no-webui-mcp-proxy",
     "--reuse-port",
     "--escape",
     "--no-skip-chat-parsing",
@@ -206,6 +209,18 @@ def add_default_flags(group: argparse._ArgumentGroup) -> None:
         help="go on from what is in the caches (default on); answers are the same without, only later",
     )
     group.add_argument("--samplers", metavar="NAMES", help="samplers in their order, with semicolons")
+    group.add_argument(
+        "-l",
+        "--logit-bias",
+        action="append",
+        default=[],
+        metavar="ID+BIAS",
+        help="add to a token's logit, such as 15043+1 or 15043-1.5; repeatable; a request's logit_bias replaces them",
+    )
+    group.add_argument("--grammar", default="", metavar="GBNF", help="form of answers whose request asks for none")
+    group.add_argument("--grammar-file", metavar="FILE", help="the same from a file")
+    group.add_argument("-j", "--json-schema", metavar="JSON", help="the same as a JSON schema")
+    group.add_argument("-jf", "--json-schema-file", metavar="FILE", help="the same from a file")
     group.add_argument("-r", "--reverse-prompt", action="append", default=[], metavar="TEXT", help="stop at this text")
 
 
@@ -221,11 +236,42 @@ def default_fields(args: argparse.Namespace) -> dict[str, Any]:
         chosen["ignore_eos"] = True
     if args.reverse_prompt:
         chosen["stop"] = tuple(args.reverse_prompt)
+    chosen |= _forms(args)
+    if args.logit_bias:
+        chosen["logit_bias"] = [_bias(text) for text in args.logit_bias]
     if args.samplers:
         from bloomery.launcher.http.fields import read_samplers
 
         chosen["samplers"] = read_samplers(args.samplers)
     return chosen
+
+
+def _forms(args: argparse.Namespace) -> dict[str, Any]:
+    """The form of answers, from whichever flag says it. Raises UsageError for two of them and for what is no schema."""
+    flags = ("--grammar", "--grammar-file", "--json-schema", "--json-schema-file")
+    given = [flag for flag in flags if getattr(args, flag[2:].replace("-", "_"))]
+    if len(given) > 1:
+        raise UsageError(f"{' and '.join(given)} exclude each other", "give one of them")
+    if not given:
+        return {}
+    flag, value = given[0], getattr(args, given[0][2:].replace("-", "_"))
+    text = Path(value).read_text(encoding="utf-8") if flag.endswith("-file") else value
+    if flag.startswith("--grammar"):
+        return {"grammar": text}
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{flag} is not JSON: {error}", 'give a JSON schema, such as \'{"type": "object"}\'') from None
+    if not isinstance(schema, dict):
+        raise UsageError(f"{flag} is not a JSON object", 'give a JSON schema, such as \'{"type": "object"}\'')
+    return {"json_schema": schema}
+
+
+def _bias(text: str) -> list[int | float]:
+    """A token and what is added to its logit, of ID+BIAS or ID-BIAS. Raises UsageError."""
+    if found := re.fullmatch(r"(\d+)([+-](?:\d+\.?\d*|\.\d+))", text):
+        return [int(found[1]), float(found[2])]
+    raise UsageError(f"--logit-bias {text} is not a token id, + or -, and a number", "such as 15043+1 or 15043-1.5")
 
 
 def add_accepted_flags(group: argparse._ArgumentGroup) -> None:

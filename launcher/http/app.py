@@ -19,7 +19,16 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from bloomery.launcher.http import anthropic, embeddings, endpoints, responses, slot_actions, state, vocabulary_calls
+from bloomery.launcher.http import (
+    anthropic,
+    cors_proxy,
+    embeddings,
+    endpoints,
+    responses,
+    slot_actions,
+    state,
+    vocabulary_calls,
+)
 from bloomery.launcher.http.errors import as_request_error, error_response
 from bloomery.launcher.http.openapi import document
 from bloomery.launcher.http.server import Server
@@ -70,9 +79,11 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Endpoint], ...] = (
     ("POST", ("/responses/input_tokens", "/v1/responses/input_tokens"), responses.input_tokens),
     ("POST", ("/v1/messages",), anthropic.messages),
     ("POST", ("/v1/messages/count_tokens",), anthropic.count_tokens),
-    ("GET", ("/cors-proxy", "/tools"), state.page_helper),
-    ("POST", ("/cors-proxy", "/tools"), state.page_helper),
     ("GET", ("/openapi.json",), description),
+    ("GET", ("/cors-proxy",), cors_proxy.forward),
+    ("POST", ("/cors-proxy",), cors_proxy.forward),
+    ("GET", ("/tools",), state.tools),
+    ("POST", ("/tools",), state.tools),
     ("POST", ("/tokenize",), vocabulary_calls.tokenize),
     ("POST", ("/detokenize",), vocabulary_calls.detokenize),
 )

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 Body = dict[str, Any]
 
 
-async def json_body(request: Request, limit: int) -> Body:
-    """The request's JSON object. Raises RequestError for anything else."""
+async def whole_body(request: Request, limit: int) -> bytes:
+    """The request's body. Raises RequestError if it is larger than `limit` bytes."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise too_large(limit)
@@ -41,6 +41,12 @@ async def json_body(request: Request, limit: int) -> Body:
         data += part
         if len(data) > limit:
             raise too_large(limit)
+    return bytes(data)
+
+
+async def json_body(request: Request, limit: int) -> Body:
+    """The request's JSON object. Raises RequestError for anything else."""
+    data = await whole_body(request, limit)
     try:
         body = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -68,7 +74,7 @@ async def jobs_of(
     **extra: Any,
 ) -> list[Job]:
     """One job for each prompt and choice; choice i of a prompt has the seed plus i."""
-    biases = await read_biases(server.backend, body)
+    biases = await read_biases(server.backend, body, server.settings.defaults)
     count = values["n_cmpl"]
     if count > server.backend.facts.slots:
         raise invalid(f"n must be from 1 to {server.backend.facts.slots} (the slots), found {count}", field="n")
@@ -109,7 +115,7 @@ async def native_completion(server: Server, request: Request, body: Body) -> Res
     if "prompt" not in body:
         raise invalid('"prompt" is required', field="prompt")
     prompts = await read_prompts(server.backend, body["prompt"])
-    jobs = await jobs_of(server, body, values, prompts, read_constraint(body))
+    jobs = await jobs_of(server, body, values, prompts, _constraint(server, body))
     shape = NativeShape(server.model_name, server.backend.facts)
     return await answer(server, request, jobs, shape, stream=values["stream"])
 
@@ -127,7 +133,7 @@ async def text_completion(server: Server, request: Request) -> Response:
     if "prompt" not in body:
         raise invalid('"prompt" is required', field="prompt")
     prompts = await read_prompts(server.backend, body["prompt"])
-    jobs = await jobs_of(server, body, values, prompts, read_constraint(body))
+    jobs = await jobs_of(server, body, values, prompts, _constraint(server, body))
     shape = TextShape(
         server.model_name,
         server.backend.facts,
@@ -147,15 +153,23 @@ async def chat_jobs(server: Server, body: Body) -> tuple[list[Job], Conversation
     format = conversation.format
     values["stop"] = [*values["stop"], *format.stops]
     tokens = tuple(await server.prompt_tokens(conversation.prompt))
-    constraint = chat_constraint(body, format)
+    constraint = chat_constraint(body, format, server.settings.defaults)
     shown = await server.shown_tokens(format)
     jobs = await jobs_of(server, body, values, [tokens], constraint, shown, **conversation.settings())
     return jobs, conversation
 
 
-def chat_constraint(body: Body, format: OutputFormat) -> Constraint | None:
-    """What the answer's text has to be: what the request says, or what keeps tool calls well-formed."""
+def _constraint(server: Server, body: Body) -> Constraint | None:
+    """The request's, or the operator's for one that asks for none."""
+    return read_constraint(body) or read_constraint(server.settings.defaults)
+
+
+def chat_constraint(body: Body, format: OutputFormat, defaults: Body) -> Constraint | None:
+    """What the answer's text has to be: what the request says, what keeps tool calls well-formed, or what the operator
+    says, who does not know of tools."""
     own = read_constraint(body)
+    if own is None and not format.tools:
+        own = read_constraint(defaults)
     if own is None:
         return format.tool_constraint()
     if format.tools and own.grammar:

@@ -76,11 +76,14 @@ async def read_values(backend: Backend, settings: ServerSettings, body: dict[str
     return values
 
 
-async def read_biases(backend: Backend, body: dict[str, Any]) -> tuple[tuple[int, float], ...]:
-    """logit_bias as [[id, bias]], [["text", bias]], {"id": bias} or {"text": bias}; a bias of false excludes."""
+async def read_biases(
+    backend: Backend, body: dict[str, Any], defaults: dict[str, Any]
+) -> tuple[tuple[int, float], ...]:
+    """logit_bias as [[id, bias]], [["text", bias]], {"id": bias} or {"text": bias}; a bias of false excludes.
+    A request that says nothing has those of `defaults`."""
     given = body.get("logit_bias")
     if given is None:
-        return ()
+        given = defaults.get("logit_bias", [])
     if isinstance(given, dict):
         entries = [
             (int(key) if key.lstrip("-").isdigit() and key.isascii() else key, bias) for key, bias in given.items()

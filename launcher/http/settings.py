@@ -38,6 +38,7 @@ class ServerSettings:
     cors_headers: str = "*"
     cors_credentials: bool = True
     json_log: bool = False
+    proxy: bool = False
     stop_seconds: float = 2.0
     sleep_seconds: float = -1.0
     max_body: int = 32 << 20

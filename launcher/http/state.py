@@ -37,10 +37,14 @@ async def props(server: Server, request: Request) -> Response:
     special = await server.end_texts()
     values = read_fields({}, settings.defaults)
     values["speculative.types"] = DRAFT_NAMES.get(facts.draft, facts.draft)
+    shown = {
+        "grammar": settings.defaults.get("grammar", ""),
+        "logit_bias": [{"bias": bias, "token": token} for token, bias in settings.defaults.get("logit_bias", [])],
+    }
     template = template_source(backend, settings)
     return JSONResponse(
         {
-            "default_generation_settings": {"params": settings_object(values), "n_ctx": facts.context},
+            "default_generation_settings": {"params": settings_object(values, **shown), "n_ctx": facts.context},
             "total_slots": facts.slots,
             "model_alias": server.model_name,
             "model_ftype": facts.file_type,
@@ -58,7 +62,7 @@ async def props(server: Server, request: Request) -> Response:
             "eos_token": special[1],
             "build_info": server.fingerprint,
             "is_sleeping": backend.state == "sleeping",
-            "cors_proxy_enabled": False,
+            "cors_proxy_enabled": settings.proxy,
         }
     )
 
@@ -81,11 +85,9 @@ async def change_props(server: Server, request: Request) -> Response:
     return JSONResponse({"success": True})
 
 
-async def page_helper(server: Server, request: Request) -> Response:
-    """/cors-proxy and /tools, which fetch and run things for llama-server's own page once its operator allows it."""
-    raise RequestError(
-        "permission", f"{request.url.path} is not enabled: this server fetches and runs nothing for pages"
-    )
+async def tools(server: Server, request: Request) -> Response:
+    """/tools, with which llama-server's own page has things run once its operator allows it."""
+    raise RequestError("permission", "/tools is not enabled: this server runs nothing for pages")
 
 
 async def models(server: Server, request: Request) -> Response:
