@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from pathlib import Path
 
@@ -121,6 +122,25 @@ def test_a_megabyte_of_one_character(name: str, character: str) -> None:
     ids = ours.encode(text, add_special=False)
     assert time.process_time() - started < 2.0  # 0.1 to 0.9 s here
     assert ours.decode(ids) == text
+
+
+def test_a_long_word_lets_other_threads_run() -> None:
+    """A daemon tokenises in a thread beside those that answer pings."""
+    ours = tokenizer("qwen2")
+    word = "".join(np.random.default_rng(7).choice(list("abcdefghijklmnopqrstuvwxyz"), 1_000_000))
+    turns, done = [0], threading.Event()
+
+    def other() -> None:
+        while not done.wait(0.001):
+            turns[0] += 1
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    ids = ours.encode(word)
+    done.set()
+    thread.join()
+    assert turns[0] > 20  # 0 or 1 where the library keeps the lock
+    assert ours.decode(ids) == word
 
 
 def test_long_runs_live() -> None:

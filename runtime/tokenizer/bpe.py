@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from itertools import chain
 
+from tokenizers import Tokenizer as Pipeline
 from tokenizers.models import BPE
 
 from bloomery.runtime.errors import ModelFileError
@@ -31,6 +32,7 @@ BYTE_ALPHABET = _byte_alphabet()
 BYTE_OF = {character: byte for byte, character in enumerate(BYTE_ALPHABET)}
 _ESCAPES = re.compile("[\udc80-\udcff]")
 _TO_ALPHABET = dict(enumerate(BYTE_ALPHABET))
+_LONG_WORD = 16384  # characters
 
 
 class BytePairEncoder:
@@ -59,6 +61,7 @@ class BytePairEncoder:
             texts = {text: number for text, number in texts.items() if _is_utf8(text)}
             merges = {pair: None for pair in merges if _is_utf8("".join(pair))}
         self._merger = BPE(texts, list(merges))
+        self._pipeline = Pipeline(self._merger)
         self._words = WordCache(self._word)
 
     def encode(self, text: str) -> list[int]:
@@ -69,10 +72,17 @@ class BytePairEncoder:
         spelled = word.encode("utf-8").decode("latin-1").translate(_TO_ALPHABET)
         if self._whole_words and spelled in self._id_of:
             return [self._id_of[spelled]]
-        ids: list[int] = [token.id for token in self._merger.tokenize(spelled)]
+        ids = self._merged(spelled)
         if self._spelled and max(ids, default=0) >= self._tokens:
             return [part for number in ids for part in self._spelled.get(number, (number,))]
         return ids
+
+    def _merged(self, spelled: str) -> list[int]:
+        """Ids of one word. A word of a megabyte takes a second: the library lets other threads run only in batches."""
+        if len(spelled) > _LONG_WORD:
+            (encoding,) = self._pipeline.encode_batch_fast([spelled], add_special_tokens=False)
+            return list(encoding.ids)
+        return [token.id for token in self._merger.tokenize(spelled)]
 
 
 def _merges(model: ModelFile) -> dict[tuple[str, str], None]:
