@@ -131,7 +131,7 @@ class CardExecutor:
         if self._host:
             self.memory.meet_host(partial(self._host.addresses, self._on_card))
         self._feed = EngramFeed(program, self._max_rows, self._pinned) if program.engram else None
-        launches = lower(program, self.memory, MAX_ROWS, MAX_ROWS)
+        launches = lower(program, self.memory, MAX_ROWS, MAX_ROWS) + lower(program, self.memory, 1, 1)
         if blocks:
             launches += lower_prompt(program, self.memory, self._max_rows, self._max_out_rows)
         self.memory.settle()

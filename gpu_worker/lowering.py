@@ -10,10 +10,20 @@ Scratch names: `activations:FORM` (the input of a product), `hidden:FORM` (that 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
 
+from bloomery.gpu_worker.chain_lowering import (
+    NO_RESIDUAL,
+    NO_SCORES,
+    joined_experts,
+    lower_chain,
+    open_and_close,
+    separate_experts,
+)
+from bloomery.gpu_worker.chains import Chained, NormedExperts, NormedProduct, Summed, chained
 from bloomery.gpu_worker.fusions import MOST_JOBS, AddNorm, Attended, HeadRun, Routed, fused
 from bloomery.gpu_worker.hand_off_lowering import lower_hand_off
 from bloomery.gpu_worker.launches import MAX_ROWS, CardContext, KernelName, Launch, float_word
@@ -30,7 +40,6 @@ from bloomery.gpu_worker.products import (
     blocks,
     check_types,
     job_words,
-    ring_bytes,
 )
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.ops_hand_off import HandOffReceive, HandOffSend
@@ -57,14 +66,15 @@ from bloomery.runtime.program import (
 
 _WARPS: Final = 4  # of a block of products.cuh
 _SPLIT, _ATTENDERS = 64, 256  # positions, threads; attention.cu
+_CORES, _CORE_WIDTHS = 128, (64, 128)  # threads, widths of keys and values; attention.cu
 _DEPTH: Final = 64
 _WALKERS_EACH: Final = 2
 _HEAD_JOB_WORDS: Final = 12
 _HEADS: Final = 8
 _ARGMAX_PARTS: Final = 64
-_MOST_USED: Final = 16
-_CLOSERS_EACH: Final = 2
-_BLOCKS_EACH: Final = 8
+_WIDEST_STAGED: Final = 8192
+"""Of a product's row that every block copies to its shared memory."""
+_BLOCKS_EACH: Final = 7
 """Blocks of a product that a multiprocessor holds; more would wait for their turn with empty rings."""
 
 
@@ -89,7 +99,15 @@ class Lowering:
         self.label = ""
 
     def launches(self) -> list[Launch]:
-        for op in fused(self.program):
+        self.lower_each(*self.parts())
+        return self.out
+
+    def parts(self) -> Iterable[Chained]:
+        """The program's ops as they are launched together."""
+        return chained(fused(self.program))
+
+    def lower_each(self, *parts: Chained) -> None:
+        for op in parts:
             self.label = op.name
             match op:
                 case AddNorm():
@@ -101,10 +119,14 @@ class Lowering:
                 case Attended():
                     self._forget({op.attention.out.buffer})
                     self._attention(op)
+                case Summed() | NormedProduct() | NormedExperts():
+                    lower_chain(self, op)
                 case _:
                     self._lower(op)
-                    self._forget({view.buffer for view, writes in op_views(op) if writes})
-        return self.out
+                    self.forget_written(op)
+
+    def forget_written(self, op: Op) -> None:
+        self._forget({view.buffer for view, writes in op_views(op) if writes})
 
     def _forget(self, buffers: set[str]) -> None:
         """What these buffers held has changed: forms made of it are no longer its."""
@@ -132,7 +154,7 @@ class Lowering:
             case RmsNorm():
                 self._norm(op)
             case MatMul():
-                self._matmul(op)
+                self.lower_matmul(op)
             case HeadMatMul():
                 self._head_matmul(op)
             case Rope():
@@ -300,7 +322,11 @@ class Lowering:
         values = self.context.scratch(scratch, max_rows * stride)
         return Activations(values, values + scales_at, stride, value_bytes)
 
-    def _matmul(self, op: MatMul) -> None:
+    def form_of(self, quant_type: str, x: View) -> Activations:
+        """The input of a product in the form that weights of this type want."""
+        return self._form(activation_form(quant_type), x)
+
+    def lower_matmul(self, op: MatMul, residual: tuple[int, ...] = NO_RESIDUAL) -> None:
         by_type: dict[tuple[str, int], list[Job]] = {}
         for out, weight, bias in zip(op.outs, op.weights, op.biases, strict=True):
             address, kind, row_bytes = self._weight(weight, op.x.elements, out.elements)
@@ -310,7 +336,8 @@ class Lowering:
         for (kind, row_bytes), jobs in by_type.items():
             x = self._form(activation_form(kind), op.x)
             for first in range(0, len(jobs), JOBS):
-                self._multiply(kind, x, self._count(op.x), op.x.elements, row_bytes, jobs[first : first + JOBS])
+                some = jobs[first : first + JOBS]
+                self._multiply(kind, x, self._count(op.x), op.x.elements, row_bytes, some, residual=residual)
 
     def _bias(self, name: str | None, outputs: int) -> int:
         if name is None:
@@ -329,13 +356,16 @@ class Lowering:
         row_bytes: int,
         jobs: list[Job],
         heads: tuple[int, int, int, int] = (1, 0, 0, 0),
+        residual: tuple[int, ...] = NO_RESIDUAL,
     ) -> None:
         """`heads`: how many, and the distance of two in values, scales (bytes) and outputs (floats)."""
         at_once = next(n for n in (1, 2, 4, 8) if n >= rows) if rows else 1
         sets = len(jobs) * heads[0]
+        staged = at_once == 1 and kind not in FLOAT_TYPES and width % 32 == 0 and width <= _WIDEST_STAGED
+        shared = width // 4 * 5 if staged else 0
         grid = (self._warp_blocks(kind, jobs, sets), sets if rows else 0)
-        words = (x.values, x.scales, x.stride, rows, width, row_bytes, *heads)
-        self.emit("matmul", f"matmul_{at_once}", grid, 32 * _WARPS, *job_words(jobs), *words, kind=kind)
+        words = (x.values, x.scales, x.stride, rows, width, row_bytes, *heads, *residual, int(shared > 0))
+        self.emit("matmul", f"matmul_{at_once}", grid, 32 * _WARPS, *job_words(jobs), *words, kind=kind, shared=shared)
 
     def _warp_blocks(self, kind: str, jobs: list[Job], sets: int) -> int:
         together = 1 if kind in FLOAT_TYPES else 2
@@ -400,13 +430,18 @@ class Lowering:
         caches = (self.context.state(op.keys), self.context.state(op.values))
         places = [word for cache in caches for word in (cache.address, cache.slot_stride, cache.row_stride)]
         even = all(n % 8 == 0 for n in (op.key_width, op.value_width, *(cache.row_stride for cache in caches)))
-        name = f"attend_{self.context.cache_type}" + ("" if even else "_odd")
+        cores = even and self.context.cache_type == "f16" and op.key_width == op.value_width in _CORE_WIDTHS
+        name, threads = f"attend_{self.context.cache_type}" + ("" if even else "_odd"), _ATTENDERS
         shared = 4 * _HEADS * blocks(op.key_width, _DEPTH) * _DEPTH
         (q, q_row, q_head), (out, out_row, out_head) = self._heads(op.q), self._heads(op.out)
         slots, positions = self.step.slots + 4 * first, self.step.positions + 4 * first
-        widths = (heads, op.kv_heads, op.key_width, op.value_width, float_word(op.scale), splits, parts, extremes)
+        widths: tuple[int, ...] = (heads, op.kv_heads, op.key_width, op.value_width)
+        if cores:
+            name, threads, widths = f"attend_cores_{op.key_width}", _CORES, widths[:2]
+            shared = 2 * 2 * _SPLIT * op.key_width * 2
         words = (slots, positions, q + 4 * first * q_row, q_row, q_head, *places, *widths)
-        self.emit("attention", name, (walkers, sets, rows), _ATTENDERS, *words, shared=shared)
+        ends = (float_word(op.scale), splits, parts, extremes)
+        self.emit("attention", name, (walkers, sets, rows), threads, *words, *ends, shared=shared)
         target = (out + 4 * first * out_row, out_row, out_head)
         if rounded:
             words = (positions, parts, extremes, heads, splits, *target)
@@ -438,7 +473,7 @@ class Lowering:
             for part in (product, router):
                 self.label = part.name
                 self._lower(part)
-                self._forget({view.buffer for view, writes in op_views(part) if writes})
+                self.forget_written(part)
             return
         ended = self.context.constant("routers that ended", np.zeros(MAX_ROWS, np.int32))
         words = (weights, row_bytes, width, address, 4 * x_row, *self._row(router.logits), *self._row(router.ids))
@@ -449,66 +484,10 @@ class Lowering:
         self._forget({view.buffer for part in (product, router) for view, writes in op_views(part) if writes})
 
     def _routed_experts(self, op: RoutedExperts) -> None:
-        """Two launches where the types allow it, else products of every item (row and rank) with its expert's gate and
-        up, silu, down, and the sum by ranks."""
-        rows, used, inputs = self._count(op.x), op.ids.elements, op.x.elements
-        hidden, experts = self.program.weights[op.gate].shape[1:]
-        items = self._room(op.x) * used
-        kinds = [self.program.weights[name].quant_type.name for name in (op.gate, op.up, op.down)]
-        if kinds[0] == kinds[1] not in FLOAT_TYPES and kinds[2] in SUPER_TYPES and used <= _MOST_USED:
-            return self._open_and_close(op, rows, hidden, experts)
-        gate, up = (self.context.scratch(name, items * hidden * 4) for name in ("gate", "up"))
-        jobs = [(op.gate, Job(0, 0, gate, hidden, hidden)), (op.up, Job(0, 0, up, hidden, hidden))]
-        for some in [jobs] if kinds[0] == kinds[1] else [jobs[:1], jobs[1:]]:
-            x = self._form(activation_form(self.program.weights[some[0][0]].quant_type.name), op.x)
-            self._experts(op, x, inputs, experts, some, of_each_item=False)
-        form = activation_form(kinds[2])
-        source = (gate, up, hidden, hidden, hidden, float_word(op.limit))
-        opened = self._make_form(form, f"hidden:{form}", source, hidden, rows * used, items)
-        parts = self.context.scratch("experts", items * op.out.elements * 4)
-        down = (op.down, Job(0, 0, parts, op.out.elements, op.out.elements))
-        self._experts(op, opened, hidden, experts, [down], of_each_item=True)
-        self._each("experts_sum", op.out, parts, *self._row(op.mix), used, *self._row(op.out), op.out.elements)
-
-    def _open_and_close(self, op: RoutedExperts, rows: int, hidden: int, experts: int) -> None:
-        """silu(gate) * up of every item; then down's products, their inputs rounded and their sums formed meanwhile."""
-        used, inputs, outputs = op.ids.elements, op.x.elements, op.out.elements
-        ids, slots = self._row(op.ids), self.context.slot_map(op.gate)
-        gate, kind, row_bytes = self._weight(op.gate, inputs, hidden, experts)
-        up = self._weight(op.up, inputs, hidden, experts)[0]
-        x = self._form(activation_form(kind), op.x)
-        opened = self.context.scratch("gate", self._room(op.x) * used * hidden * 4)
-        job = Job(0, 0, 0, 2 * hidden, 0)  # as many warps as rows of both
-        grid = (self._warp_blocks(kind, [job], max(1, rows * used)), rows * used)
-        words = (gate, up, opened, hidden, hidden, x.values, x.scales, x.stride, *ids, used, slots, inputs, row_bytes)
-        self.emit("matmul", "open_experts", grid, 32 * _WARPS, *words, float_word(op.limit), kind=kind)
-        down, kind, row_bytes = self._weight(op.down, hidden, outputs, experts)
-        pairs = blocks(outputs, 2)
-        closers = min(pairs, max(1, blocks(_CLOSERS_EACH * self.context.multiprocessors, rows or 1)))
-        source = (down, *self._row(op.out), outputs, opened, hidden, *ids, *self._row(op.mix), used, slots, hidden)
-        shared = used * (ring_bytes(self.program.weights[op.down]) + hidden // 4 * 5 + 8 * blocks(pairs, closers))
-        grid = (closers, rows)
-        self.emit("matmul", "close_experts", grid, 32 * used, *source, row_bytes, kind=kind, shared=shared)
-
-    def _experts(
-        self,
-        op: RoutedExperts,
-        x: Activations,
-        width: int,
-        experts: int,
-        jobs: list[tuple[str, Job]],
-        of_each_item: bool,
-    ) -> None:
-        placed = []
-        for name, job in jobs:
-            address, kind, row_bytes = self._weight(name, width, job.outputs, experts)
-            placed.append(Job(address, 0, job.out, job.outputs, job.out_stride))
-        rows, used = self._count(op.x), op.ids.elements
-        grid = (self._warp_blocks(kind, placed, max(1, rows * used * len(jobs))), rows * used, len(jobs))
-        ids, ids_row = self._row(op.ids)
-        inputs = (x.values, x.scales, x.stride, int(of_each_item))
-        words = (*inputs, ids, ids_row, used, self.context.slot_map(op.gate), width, row_bytes)
-        self.emit("matmul", "experts", grid, 32 * _WARPS, *job_words(placed), *words, kind=kind)
+        if joined_experts(self, op):
+            open_and_close(self, op, NO_SCORES, None)
+        else:
+            separate_experts(self, op)
 
     def _argmax(self, op: Argmax) -> None:
         x, x_row = self._row(op.x)

@@ -12,6 +12,7 @@ from bloomery.runtime.errors import PlanError
 from bloomery.runtime.model_file import Tensor
 from bloomery.runtime.ops_deepseek4 import HyperMix, SoftplusRouter, WindowAttention
 from bloomery.runtime.program import Op, Program, RmsNorm, Router, op_weights
+from bloomery.runtime.quant_types import QuantType
 
 SUPER_TYPES: Final = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ3_XXS", "IQ4_XS")
 SMALL_TYPES: Final = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4")
@@ -81,9 +82,8 @@ def job_words(jobs: list[Job]) -> tuple[int, ...]:
     return words + (0,) * (JOBS * _JOB_WORDS - len(words))
 
 
-def ring_bytes(tensor: Tensor) -> int:
+def ring_bytes(kind: QuantType) -> int:
     """Shared memory of a warp that takes rows of this quantised type, see products.cuh."""
-    kind = tensor.quant_type
     return 4 * 2 * (aligned(1024 // kind.block_elements * kind.block_bytes) + 32)
 
 

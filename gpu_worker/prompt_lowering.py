@@ -9,11 +9,13 @@ Scratch names, besides those of `lowering`: `tiles:FORM` and `hidden:tiles` (row
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from bloomery.gpu_worker.fusions import AddNorm, Attended
+from bloomery.gpu_worker.chain_lowering import NO_RESIDUAL
+from bloomery.gpu_worker.chains import Chained
+from bloomery.gpu_worker.fusions import AddNorm, Attended, fused
 from bloomery.gpu_worker.launches import MAX_ROWS, CardContext, Launch, float_word
 from bloomery.gpu_worker.lowering import Lowering
 from bloomery.gpu_worker.products import Job as WeightJob
@@ -70,6 +72,9 @@ class _PromptLowering(Lowering):
         super()._forget(buffers)
         self.tiled = {form: held for form, held in self.tiled.items() if held[0].buffer not in buffers}
 
+    def parts(self) -> Iterable[Chained]:
+        return fused(self.program)
+
     def _many(self, view: View) -> bool:
         return self._count(view) > MAX_ROWS
 
@@ -110,9 +115,9 @@ class _PromptLowering(Lowering):
         self.emit("matmul", "dequantise", grid, 256, *words, kind=kind)
 
     # ---- ops
-    def _matmul(self, op: MatMul) -> None:
+    def lower_matmul(self, op: MatMul, residual: tuple[int, ...] = NO_RESIDUAL) -> None:
         if not self._many(op.x):
-            return super()._matmul(op)
+            return super().lower_matmul(op, residual)
         floats, halves, direct = [], [], []
         for out, name, bias in zip(op.outs, op.weights, op.biases, strict=True):
             address, kind, row_bytes = self._weight(name, op.x.elements, out.elements)

@@ -45,7 +45,8 @@ def library(file: str, quant_type: str) -> ctypes.CDLL:
     names = re.findall(
         r'extern "C" __global__ void[^;{]*?\b(\w+)\(', re.sub(r"#define.*|__launch_bounds__\([^)]*\)", "", source)
     )
-    macros = {"MATMUL": "matmul_{}", "ATTEND": "attend_{}", "FLASH": "flash_{}", "ATTEND_WINDOW": "attend_window_{}"}
+    macros = {"MATMUL": "matmul_{}", "ATTEND": "attend_{}", "FLASH": "flash_{}", "CORES_KERNEL": "attend_cores_{}"}
+    macros["ATTEND_WINDOW"] = "attend_window_{}"
     for macro, pattern in macros.items():
         for found in re.findall(rf"^{macro}\(([^)]*)\)", source, re.M):
             arguments = [part.strip() for part in found.split(",")]

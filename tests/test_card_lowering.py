@@ -24,6 +24,7 @@ from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.program import Program
 
 STEP = ("Jobs", 20), ("Input", 6), ("Cache", 3), ("HeadJobs", 36), ("Ring", 5), ("Groups", 7), ("Choice", 7)
+STEP += ("Scored", 10), ("Normed", 10), ("Residual", 4)
 """Parameters that are structs of words, and of how many."""
 
 
@@ -37,6 +38,7 @@ def parameter_words(file: str, function: str) -> int:
     name = re.sub(r"_(1|2|4|8)$", "_##NR", function) if file == "matmul" else function
     name = re.sub(r"^attend_(f32|f16)(_odd)?$", "attend_##NAME", name)
     name = re.sub(r"^attend_window_.*", "attend_window_##NAME", name)
+    name = re.sub(r"^attend_cores_\d+$", "attend_cores_##WIDTH", name)
     name = re.sub(r"^flash_\d+_\d+$", "flash_##KEY##_##VALUE", name)
     found = re.search(rf'extern "C" __global__ void[^;{{]*?\b{re.escape(name)}\(([^)]*)\)', source)
     assert found, f"{file}.cu has no kernel {function}"

@@ -1,7 +1,7 @@
 // Causal attention over a slot's cache, split over the context.
 //
 // A split is SPLIT consecutive positions whatever the step; its softmax is relative to its own greatest score, and the
-// splits are joined in ascending order. So a row's result depends on its position only, not on the grid.
+// splits are joined in a fixed order. So a row's result depends on its position only, not on the grid.
 #include "q8_k.cuh"
 
 constexpr int SPLIT = 64;
@@ -168,6 +168,169 @@ ATTEND(f32, float, true)
 ATTEND(f16, __half, true)
 ATTEND(f32_odd, float, false)
 ATTEND(f16_odd, __half, false)
+
+// The same over an f16 cache whose keys and values are WIDTH wide, by tensor cores: positions by heads for scores, elements
+// by heads for sums. Weights are two halves each, their rounded value and what is left, so that nothing is lost that a
+// sum in f32 would keep. CORES threads; dynamic shared memory: two stages of a split's keys and values.
+constexpr int CORES = 128;
+constexpr int STEP_ROWS = 8;  // positions that kernels before this one may still be writing
+
+template <int WIDTH>
+DEVICE uint8_t* place_of(uint8_t* tile, int row, int chunk) { return tile + row * (2 * WIDTH) + (chunk ^ (row & 7)) * 16; }
+
+template <int WIDTH>
+DEVICE void fetch_split(uint8_t* tile, const __half* rows, word row_stride, int seen) {
+    constexpr int ACROSS = WIDTH / 8;
+#pragma unroll
+    for (int i = 0; i < SPLIT * ACROSS / CORES; ++i) {
+        const int at = threadIdx.x + i * CORES, row = at / ACROSS, chunk = at % ACROSS;
+        copy_async(place_of<WIDTH>(tile, row, chunk), rows + min(row, seen - 1) * row_stride + 8 * chunk, row < seen);
+    }
+    commit_copies();
+}
+
+DEVICE uint32_t as_halves(float x, float y) {
+    const __half2 both = __floats2half2_rn(x, y);
+    uint32_t bits;
+    memcpy(&bits, &both, 4);
+    return bits;
+}
+
+template <int WIDTH>
+DEVICE void attend_by_cores(const int* slots, const int* positions, const float* q, word q_row, word q_head, Cache keys,
+                            Cache values, word heads, word kv_heads, double scale, word splits, float* parts,
+                            float2* extremes) {
+    DYNAMIC_SHARED(uint8_t, memory);
+    constexpr int TILE = SPLIT * WIDTH * 2, PARTS = CORES / 32, ELEMENTS = WIDTH / PARTS;
+    __shared__ float tops[PARTS][HEADS], sums[PARTS][HEADS];
+    __shared__ __align__(16) __half high[HEADS][SPLIT + 8], low[HEADS][SPLIT + 8];
+    let_next_begin();
+    const int row = blockIdx.z, position = positions[row], lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+    if (blockIdx.x * SPLIT > position) return await_previous();
+    const int shared_by = int(heads / kv_heads), batches = (shared_by + HEADS - 1) / HEADS;
+    const int group = blockIdx.y / batches, first = group * shared_by + blockIdx.y % batches * HEADS;
+    const int count = min(HEADS, (group + 1) * shared_by - first);
+    const __half* key = static_cast<const __half*>(keys.rows) + slots[row] * keys.slot_stride + group * WIDTH;
+    const __half* value = static_cast<const __half*>(values.rows) + slots[row] * values.slot_stride + group * WIDTH;
+    auto fetch = [&](int split, int stage) {
+        const int start = split * SPLIT, seen = min(SPLIT, position + 1 - start);
+        uint8_t* tile = memory + stage * 2 * TILE;
+        fetch_split<WIDTH>(tile, key + start * keys.row_stride, keys.row_stride, seen);
+        fetch_split<WIDTH>(tile + TILE, value + start * values.row_stride, values.row_stride, seen);
+    };
+    const bool early = (int(blockIdx.x) + 1) * SPLIT + STEP_ROWS <= position + 1;
+    if (early) fetch(blockIdx.x, 0);
+    await_previous();
+    if (!early) fetch(blockIdx.x, 0);
+
+    const int mine = lane / 4, pair = 2 * (lane & 3);  // row and column of a lane's part of a matrix
+    uint32_t queries[WIDTH / 16][2] = {};
+    if (mine < count) {
+        const float* head = q + row * q_row + (first + mine) * q_head + pair;
+#pragma unroll
+        for (int k = 0; k < WIDTH / 16; ++k) {
+            queries[k][0] = as_halves(head[16 * k], head[16 * k + 1]);
+            queries[k][1] = as_halves(head[16 * k + 8], head[16 * k + 9]);
+        }
+    }
+
+    int stage = 0;
+    for (int split = blockIdx.x; split * SPLIT <= position; split += gridDim.x, stage ^= 1) {
+        const int seen = min(SPLIT, position + 1 - split * SPLIT), next = split + int(gridDim.x);
+        if (next * SPLIT <= position)
+            fetch(next, stage ^ 1);
+        else
+            commit_copies(), commit_copies();
+        uint8_t* tile = memory + stage * 2 * TILE;
+        await_copies<3>();
+        __syncthreads();
+        float score[4] = {};  // positions `mine` and eight more of the warp's 16, heads `pair` and the next
+#pragma unroll
+        for (int k = 0; k < WIDTH / 16; ++k) {
+            uint32_t a[4];
+            load_matrices<false>(a, place_of<WIDTH>(tile, 16 * warp + (lane & 15), 2 * k + (lane >> 4)));
+            multiply_f16(score, a, queries[k][0], queries[k][1]);
+        }
+        float top[2] = {-INFINITY, -INFINITY}, sum[2] = {};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            score[e] = 16 * warp + mine + 8 * (e / 2) < seen ? score[e] * float(scale) : -INFINITY;
+            top[e & 1] = fmaxf(top[e & 1], score[e]);
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#pragma unroll
+            for (int distance = 16; distance > 2; distance >>= 1)
+                top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], distance));
+            if (mine == 0) tops[warp][pair + h] = top[h];
+        }
+        __syncthreads();
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+            for (int w = 0; w < PARTS; ++w) top[h] = fmaxf(top[h], tops[w][pair + h]);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const float weight = expf(score[e] - top[e & 1]);
+            const __half rounded = __float2half_rn(weight);
+            const int at = 16 * warp + mine + 8 * (e / 2);
+            high[pair + (e & 1)][at] = rounded;
+            low[pair + (e & 1)][at] = __float2half_rn(weight - __half2float(rounded));
+            sum[e & 1] += weight;
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#pragma unroll
+            for (int distance = 16; distance > 2; distance >>= 1) sum[h] += __shfl_xor_sync(~0u, sum[h], distance);
+            if (mine == 0) sums[warp][pair + h] = sum[h];
+        }
+        await_copies<2>();
+        __syncthreads();
+        if (threadIdx.x < count) {
+            const int h = threadIdx.x;
+            float whole = 0.0f, greatest = -INFINITY;
+#pragma unroll
+            for (int w = 0; w < PARTS; ++w) whole += sums[w][h], greatest = fmaxf(greatest, tops[w][h]);
+            extremes[(row * heads + first + h) * splits + split] = make_float2(greatest, whole);
+        }
+#pragma unroll
+        for (int t = 0; t < ELEMENTS / 16; ++t) {
+            const int element = warp * ELEMENTS + 16 * t;
+            float out[4] = {};
+#pragma unroll
+            for (int k = 0; k < SPLIT; k += 16) {
+                uint32_t a[4], b[2][2];
+                load_matrices<true>(a, place_of<WIDTH>(tile + TILE, k + (lane >> 4) * 8 + (lane & 7),
+                                                       element / 8 + (lane >> 3 & 1)));
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    memcpy(&b[0][i], &high[mine][k + 8 * i + pair], 4);
+                    memcpy(&b[1][i], &low[mine][k + 8 * i + pair], 4);
+                }
+                multiply_f16(out, a, b[0][0], b[0][1]);
+                multiply_f16(out, a, b[1][0], b[1][1]);
+            }
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int h = pair + (e & 1), at = element + mine + 8 * (e / 2);
+                if (h < count) parts[((row * heads + first + h) * splits + split) * WIDTH + at] = out[e];
+            }
+        }
+        __syncthreads();
+    }
+    await_copies<0>();
+}
+
+#define CORES_KERNEL(WIDTH)                                                                                            \
+    extern "C" __global__ void __launch_bounds__(CORES)                                                                \
+        attend_cores_##WIDTH(const int* slots, const int* positions, const float* q, word q_row, word q_head, Cache keys, \
+                             Cache values, word heads, word kv_heads, double scale, word splits, float* parts,         \
+                             float2* extremes) {                                                                       \
+        attend_by_cores<WIDTH>(slots, positions, q, q_row, q_head, keys, values, heads, kv_heads, scale, splits, parts, \
+                               extremes);                                                                              \
+    }
+CORES_KERNEL(64)
+CORES_KERNEL(128)
 
 // out = sum of e^(m - M) parts / sum of e^(m - M) l over the splits seen. A team of 128 members takes every eighth split,
 // teams are summed in their order. JOINERS threads take TOGETHER heads; thread and head make out which.

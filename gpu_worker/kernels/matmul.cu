@@ -1,6 +1,7 @@
 // Products with weights of one quant type (-DQUANT=...), their use by routed experts, and embedding rows.
 //
 // All parameters are 8 bytes wide: pointers, `word` or double.
+#include "normed.cuh"
 #include "products.cuh"
 #include "q8_k.cuh"
 #include "router.cuh"
@@ -17,33 +18,90 @@ struct Job {
 struct Jobs {
     Job job[4];
 };
+// Rows to which results are added, too: sum = plus + out. Strides count floats.
+struct Residual {
+    const float* plus;  // may be null
+    word plus_stride;
+    float* sum;
+    word sum_stride;
+};
+
+// How a warp leaves its results. What is added to one row is fetched before the products, a lane each, in their order.
+template <int NR>
+struct Results {
+    const Job& job;
+    const Residual& residual;
+    float fetched;
+    int results;
+
+    DEVICE Results(const Job& of, const Residual& with) : job(of), residual(with), fetched(0.0f), results(0) {}
+    DEVICE void fetch(int first, int step) {
+        constexpr int PAIR = rows_together<Quant>();
+        const int lane = threadIdx.x & 31, output = PAIR * (first + lane / PAIR * step) + lane % PAIR;
+        if (NR == 1 && residual.plus && output < job.outputs) fetched = residual.plus[output];
+    }
+    // All lanes of the warp call it with the sum.
+    DEVICE void put(float* out, int output, int row, float sum) {
+        const int lane = threadIdx.x & 31;
+        if (job.bias) sum += job.bias[output];
+        float plus = __shfl_sync(~0u, fetched, results & 31);
+        if (lane == 0) {
+            out[row * job.out_stride + output] = sum;
+            if (residual.plus) {
+                if (NR > 1 || results > 31) plus = residual.plus[row * residual.plus_stride + output];
+                residual.sum[row * residual.sum_stride + output] = plus + sum;
+            }
+        }
+        ++results;
+    }
+};
 
 DEVICE uint8_t* warp_ring(uint8_t* rings) { return rings + (threadIdx.x / 32) * ring_bytes<Quant>(); }
 
-// Grid (blocks of warps, jobs * heads). Head h of a job has its own matrix, part of x and part of out.
+// An activation row of a quantised form to shared memory, its scales after its values, so that the way to the second-level
+// cache is gone once and not once a chunk. Widths are multiples of 32.
+DEVICE void copy_row(const Activations& x, int width, uint8_t* to, int thread, int threads) {
+    for (int i = 8 * thread; i < width; i += 8 * threads)
+        *reinterpret_cast<int2*>(to + i) = *reinterpret_cast<const int2*>(x.values + i);
+    for (int i = 8 * thread; i < width / 4; i += 8 * threads)
+        *reinterpret_cast<int2*>(to + width + i) = *reinterpret_cast<const int2*>(x.scales + i);
+}
+
+// Grid (blocks of warps, jobs * heads); dynamic shared memory, if `staged`: width * 5 / 4 bytes. Head h of a job has its own matrix, part of x and part of out.
 template <int NR>
 DEVICE void matmul(const Jobs& jobs, const uint8_t* values, const uint8_t* scales, word x_stride, word rows, word width,
-                   word row_bytes, word heads, word head_values, word head_scales, word head_out) {
+                   word row_bytes, word heads, word head_values, word head_scales, word head_out,
+                   const Residual& residual, word staged) {
+    DYNAMIC_SHARED(uint8_t, row);
     __shared__ __align__(16) uint8_t rings[WARPS * ring_bytes<Quant>()];
     let_next_begin();
     const int head = blockIdx.y % int(heads);
     const Job job = jobs.job[blockIdx.y / int(heads)];
-    const Activations x = {values + head * head_values, scales + head * head_scales, x_stride};
+    const Activations given = {values + head * head_values, scales + head * head_scales, x_stride};
+    const Activations x = NR == 1 && staged ? Activations{row, row + width, 0} : given;
     const uint8_t* weights = job.weights + head * row_bytes * job.outputs;
     float* out = job.out + head * head_out;
-    const int warp = blockIdx.x * WARPS + threadIdx.x / 32;
-    products<Quant, NR>(weights, row_bytes, int(job.outputs), int(width), x, int(rows), warp, gridDim.x * WARPS,
-                        warp_ring(rings), await_previous, [&](int output, int row, float sum) {
-                            if ((threadIdx.x & 31) == 0)
-                                out[row * job.out_stride + output] = job.bias ? sum + job.bias[output] : sum;
-                        });
+    const int first = threadIdx.x / 32 * gridDim.x + blockIdx.x, step = gridDim.x * WARPS;  // blocks get as much each
+    Results<NR> results(job, residual);
+    auto ready = [&] {
+        await_previous();
+        results.fetch(first, step);
+        if (NR == 1 && staged) {
+            copy_row(given, int(width), row, threadIdx.x, blockDim.x);
+            __syncthreads();
+        }
+    };
+    products<Quant, NR>(weights, row_bytes, int(job.outputs), int(width), x, int(rows), first, step, warp_ring(rings), ready,
+                        [&](int output, int row, float sum) { results.put(out, output, row, sum); });
 }
 
 #define MATMUL(NR)                                                                                                     \
-    extern "C" __global__ void __launch_bounds__(32 * WARPS)                                                           \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS, NR == 1 ? 7 : 1)                                          \
         matmul_##NR(Jobs jobs, const uint8_t* values, const uint8_t* scales, word x_stride, word rows, word width,     \
-                    word row_bytes, word heads, word head_values, word head_scales, word head_out) {                   \
-        matmul<NR>(jobs, values, scales, x_stride, rows, width, row_bytes, heads, head_values, head_scales, head_out); \
+                    word row_bytes, word heads, word head_values, word head_scales, word head_out,                     \
+                    Residual residual, word staged) {                                                                  \
+        matmul<NR>(jobs, values, scales, x_stride, rows, width, row_bytes, heads, head_values, head_scales, head_out,  \
+                   residual, staged);                                                                                  \
     }
 MATMUL(1)
 MATMUL(2)
@@ -107,11 +165,99 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     }
 }
 
+// Products of a norm's row: see `matmul`. Grid blocks, NORM_THREADS threads that share the jobs' pairs of outputs; dynamic
+// shared memory: the warps' rings, the normed row, and the same as Q8_K (width * 5 / 4 bytes).
+extern "C" __global__ void __launch_bounds__(NORM_THREADS, 2) normed_matmul(Jobs jobs, Normed norm, word row_bytes) {
+    DYNAMIC_SHARED(uint8_t, memory);
+    let_next_begin();
+    if constexpr (Quant::FORM == FORM_Q8_K) {
+        constexpr int ALL = NORM_THREADS / 32;
+        const int width = int(norm.width), first = threadIdx.x / 32 * gridDim.x + blockIdx.x, step = gridDim.x * ALL;
+        float* kept = reinterpret_cast<float*>(memory + ALL * ring_bytes<Quant>());
+        uint8_t* rounded = reinterpret_cast<uint8_t*>(kept + width);
+        const Activations x = {rounded, rounded + width, 0};
+        int pairs = 0;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) pairs += int(jobs.job[j].outputs + 1) / 2;
+        auto place = [&](int set, int m, int& output) -> int {
+            int pair = first + set * step, which = 0;
+            while (pair >= int(jobs.job[which].outputs + 1) / 2) pair -= int(jobs.job[which++].outputs + 1) / 2;
+            output = 2 * pair + m;
+            return which;
+        };
+        auto ready = [&] {
+            norm_row(norm, 0, kept, await_previous);
+            __syncthreads();
+            round_row(kept, width, rounded, rounded + width);
+            if (blockIdx.x == 0 && norm.q_stride) round_row(kept, width, norm.values, norm.scales);
+            if (blockIdx.x == 0)
+                for (int i = threadIdx.x; i < width; i += NORM_THREADS) norm.out[i] = kept[i];
+            __syncthreads();
+        };
+        products_of<Quant, 1>(
+            first < pairs ? (pairs - first + step - 1) / step : 0, row_bytes, width, 1,
+            memory + threadIdx.x / 32 * ring_bytes<Quant>(),
+            [&](int set, int m) {
+                int output;
+                const Job& job = jobs.job[place(set, m, output)];
+                return job.weights + min(output, int(job.outputs) - 1) * row_bytes;
+            },
+            [&](int) -> const Activations& { return x; }, ready,
+            [&](int set, int m, int, float sum) {
+                int output;
+                const Job& job = jobs.job[place(set, m, output)];
+                if ((threadIdx.x & 31) == 0 && output < job.outputs)
+                    job.out[output] = job.bias ? sum + job.bias[output] : sum;
+            });
+    }
+}
+
+// A router's scores of a norm's rows, f32, each summed as float_products does. Grid (outputs / WARPS, rows), NORM_THREADS
+// threads, of which WARPS warps form products; dynamic shared memory: the normed row.
+extern "C" __global__ void __launch_bounds__(NORM_THREADS)
+    normed_scores(const uint8_t* weights, word row_bytes, word outputs, Normed norm, float* logits, word logits_row) {
+    DYNAMIC_SHARED(float, kept);
+    let_next_begin();
+    if constexpr (Quant::FORM == FORM_FLOAT && Quant::BYTES == 4) {
+        constexpr int HELD = 16;
+        const int lane = threadIdx.x & 31, output = blockIdx.x * WARPS + threadIdx.x / 32, row = blockIdx.y;
+        const int width = int(norm.width), pieces = width / 4;
+        const bool mine = threadIdx.x < 32 * WARPS && output < outputs;
+        const float4* from = reinterpret_cast<const float4*>(weights + output * row_bytes);
+        float4 held[HELD];
+#pragma unroll
+        for (int i = 0; i < HELD; ++i)
+            held[i] = mine && lane + 32 * i < pieces ? __ldcs(from + lane + 32 * i) : make_float4(0, 0, 0, 0);
+        norm_row(norm, row, kept, await_previous);
+        __syncthreads();
+        if (mine) {
+            float total = 0.0f;
+            auto add = [&](float4 w, int piece) {
+                const float4 v = reinterpret_cast<const float4*>(kept)[piece];
+                total = __fmaf_rn(w.x, v.x, total), total = __fmaf_rn(w.y, v.y, total);
+                total = __fmaf_rn(w.z, v.z, total), total = __fmaf_rn(w.w, v.w, total);
+            };
+#pragma unroll
+            for (int i = 0; i < HELD; ++i)
+                if (lane + 32 * i < pieces) add(held[i], lane + 32 * i);
+            for (int piece = lane + 32 * HELD; piece < pieces; piece += 32) add(from[piece], piece);
+            total = warp_sum(total);
+            if (lane == 0) logits[row * logits_row + output] = total;
+        }
+        if (blockIdx.x == 0 && norm.q_stride)
+            round_row(kept, width, norm.values + row * norm.q_stride, norm.scales + row * norm.q_stride);
+        if (blockIdx.x == gridDim.x - 1)
+            for (int i = threadIdx.x; i < width; i += NORM_THREADS) norm.out[row * norm.out_row + i] = kept[i];
+    }
+}
+
+constexpr int OPENERS = 12;  // warps
+
 template <class Quant>
 DEVICE void open_items(const uint8_t* gate, const uint8_t* up, float* out, word outputs, const Activations& x, word width,
                        word row_bytes, uint8_t* ring, float limit) {
     if constexpr (Quant::FORM != FORM_FLOAT) {
-        const int first = blockIdx.x * WARPS + threadIdx.x / 32, step = gridDim.x * WARPS;
+        const int first = threadIdx.x / 32 * gridDim.x + blockIdx.x, step = gridDim.x * OPENERS;
         float opened = 0.0f;
         products_of<Quant, 1>(
             first < outputs ? (int(outputs) - first + step - 1) / step : 0, row_bytes, int(width), 1, ring,
@@ -126,41 +272,75 @@ DEVICE void open_items(const uint8_t* gate, const uint8_t* up, float* out, word 
     }
 }
 
-// Grid (blocks of warps, items): silu(gate) * up of every item; a warp takes the same row of both. See `experts`.
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
+// Grid (blocks of warps, items): silu(gate) * up of every item; a warp takes the same row of both. See `experts`. With
+// scores the choice is made here, by every block for itself, and written to ids and mix. Dynamic shared memory: the rings, and x (width * 5 / 4 bytes).
+// Bounds are those of 64 registers, so that blocks of close_experts find room beside.
+extern "C" __global__ void __launch_bounds__(512, 2)
     open_experts(const uint8_t* gate, const uint8_t* up, float* out, word out_stride, word outputs, const uint8_t* values,
-                 const uint8_t* scales, word x_stride, const int* ids, word ids_stride, word used, const int* slots,
-                 word width, word row_bytes, double limit) {
-    __shared__ __align__(16) uint8_t rings[WARPS * ring_bytes<Quant>()];
+                 const uint8_t* scales, word x_stride, int* ids, word ids_stride, float* mix, word mix_stride, word used,
+                 const int* slots, word width, word row_bytes, double limit, Scored scored) {
+    DYNAMIC_SHARED(uint8_t, rings);
+    __shared__ int chosen, map[MOST_CHOSEN_FROM];
+    if (scored.logits)
+        for (int i = threadIdx.x; i < scored.how.experts; i += blockDim.x) map[i] = slots[i];
+    __syncthreads();
     await_previous();
     let_next_begin();  // the next kernel may rely on everything before this one
-    const int item = blockIdx.y, row = item / int(used);
-    const int slot = slots[ids[row * ids_stride + item % int(used)]];
+    const int item = blockIdx.y, row = item / int(used), rank = item % int(used);
+    uint8_t* held = rings + OPENERS * ring_bytes<Quant>();
+    if (threadIdx.x < 32) {
+        const int lane = threadIdx.x;
+        if (scored.logits) {
+            const Chosen mine = choose(scored, row);
+            if (lane == rank) {
+                chosen = map[mine.expert];
+                if (blockIdx.x == 0) ids[row * ids_stride + rank] = mine.expert, mix[row * mix_stride + rank] = mine.mix;
+            }
+        } else if (lane == 0) {
+            chosen = slots[ids[row * ids_stride + rank]];
+        }
+    } else if (Quant::FORM != FORM_FLOAT) {
+        const Activations given = {values + row * x_stride, scales + row * x_stride, x_stride};
+        copy_row(given, int(width), held, threadIdx.x - 32, blockDim.x - 32);
+    }
+    __syncthreads();
+    const int slot = chosen;
     out += item * out_stride;
     if (slot < 0) {
         for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < outputs; i += gridDim.x * blockDim.x) out[i] = 0.0f;
         return;
     }
     const word at = slot * row_bytes * outputs;
-    const Activations x = {values + row * x_stride, scales + row * x_stride, x_stride};
+    const Activations x = {held, held + width, 0};
     open_items<Quant>(gate + at, up + at, out, outputs, x, width, row_bytes, warp_ring(rings), float(limit));
 }
 
 constexpr int MOST_USED = 16;
 
-template <class Quant>
+template <class Quant, class Ready>
 DEVICE void close_item(const uint8_t* down, word outputs, uint8_t* hidden, word width, word row_bytes, uint8_t* ring,
-                       const float* opened, float* sums) {
+                       const float* opened, float* sums, Ready ready) {
     if constexpr (Quant::FORM == FORM_Q8_K) {
         const int pairs = int(outputs + 1) / 2, first = blockIdx.x, step = gridDim.x, lane = threadIdx.x & 31;
         const Activations x = {hidden, hidden + width, 0};
         auto quantise = [&] {
-            await_previous();
-            for (int at = 0; at < width; at += 256) {
-                const float4* source = reinterpret_cast<const float4*>(opened + at + 8 * lane);
-                const float4 low = source[0], high = source[1];
-                const float v[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-                write_q8_k(v, hidden + at, hidden + width + at / 32 * 8);
+            ready();
+            constexpr int AT_ONCE = 4;
+            for (int from = 0; from < width; from += 256 * AT_ONCE) {
+                float4 low[AT_ONCE], high[AT_ONCE];
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i) {
+                    const float4* source = reinterpret_cast<const float4*>(opened + from + 256 * i + 8 * lane);
+                    if (from + 256 * i < width) low[i] = source[0], high[i] = source[1];
+                }
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i) {
+                    const int at = from + 256 * i;
+                    if (at >= width) break;
+                    const float v[8] = {low[i].x,  low[i].y,  low[i].z,  low[i].w,
+                                        high[i].x, high[i].y, high[i].z, high[i].w};
+                    write_q8_k(v, hidden + at, hidden + width + at / 32 * 8);
+                }
             }
             __syncwarp();
         };
@@ -176,36 +356,58 @@ DEVICE void close_item(const uint8_t* down, word outputs, uint8_t* hidden, word 
 
 // Grid (blocks that share the pairs of outputs, rows), a warp for each item of a row; dynamic shared memory: the warps'
 // rings, the items' hidden rows as Q8_K (width * 5 / 4 bytes), their sums. The hidden rows are f32 and rounded by every
-// block for itself; a row's items are summed by ranks, as experts_sum does.
-extern "C" __global__ void __launch_bounds__(32 * MOST_USED)
+// block for itself; a row's items are summed by ranks, as experts_sum does, and the residual added.
+extern "C" __global__ void __launch_bounds__(32 * MOST_USED, 2)
     close_experts(const uint8_t* down, float* out, word out_stride, word outputs, const float* opened, word opened_stride,
                   const int* ids, word ids_stride, const float* mix, word mix_stride, word used, const int* slots,
-                  word width, word row_bytes) {
+                  word width, word row_bytes, Scored scored, Residual residual) {
     DYNAMIC_SHARED(uint8_t, memory);
+    __shared__ int places[MOST_USED];
+    __shared__ float mixes[MOST_USED];
     let_next_begin();
     if constexpr (Quant::FORM == FORM_Q8_K) {
-        const int row = blockIdx.y, item = threadIdx.x / 32, pairs = int(outputs + 1) / 2;
+        const int row = blockIdx.y, item = threadIdx.x / 32, pairs = int(outputs + 1) / 2, lane = threadIdx.x & 31;
         const int each = 2 * ((pairs + int(gridDim.x) - 1) / int(gridDim.x));
         uint8_t* hidden = memory + used * ring_bytes<Quant>();
         float* sums = reinterpret_cast<float*>(hidden + used * (width / 4 * 5));
         // the kernel before waited for the router's end before it let this one begin
-        const int slot = __ldcg(slots + __ldcg(ids + row * ids_stride + item));
-        if (slot < 0) {
+        if (item == 0) {
+            if (scored.logits) {
+                const Chosen mine = choose(scored, row);
+                if (lane < used) places[lane] = __ldcg(slots + mine.expert), mixes[lane] = mine.mix;
+            } else if (lane < used) {
+                places[lane] = __ldcg(slots + __ldcg(ids + row * ids_stride + lane));
+                mixes[lane] = __ldcg(mix + row * mix_stride + lane);
+            }
+        }
+        __syncthreads();
+        const int slot = places[item], own = threadIdx.x;  // an output whose residual is fetched before the products
+        const int own_output = 2 * (int(blockIdx.x) + own / 2 * int(gridDim.x)) + (own & 1);
+        float before = 0.0f;
+        auto ready = [&] {
             await_previous();
-            for (int i = threadIdx.x & 31; i < each; i += 32) sums[item * each + i] = 0.0f;
+            if (residual.plus && own < each && own_output < outputs)
+                before = residual.plus[row * residual.plus_stride + own_output];
+        };
+        if (slot < 0) {
+            ready();
+            for (int i = lane; i < each; i += 32) sums[item * each + i] = 0.0f;
         } else {
             close_item<Quant>(down + slot * row_bytes * outputs, outputs, hidden + item * (width / 4 * 5), width, row_bytes,
                               memory + item * ring_bytes<Quant>(), opened + (row * used + item) * opened_stride,
-                              sums + item * each);
+                              sums + item * each, ready);
         }
         __syncthreads();
         for (int i = threadIdx.x; i < each; i += blockDim.x) {
             const int output = 2 * (int(blockIdx.x) + i / 2 * int(gridDim.x)) + (i & 1);
             if (output >= outputs) continue;
             float total = 0.0f;
-            for (int a = 0; a < used; ++a)
-                total = __fadd_rn(total, __fmul_rn(mix[row * mix_stride + a], sums[a * each + i]));
+            for (int a = 0; a < used; ++a) total = __fadd_rn(total, __fmul_rn(mixes[a], sums[a * each + i]));
             out[row * out_stride + output] = total;
+            if (residual.plus) {
+                if (i != own) before = residual.plus[row * residual.plus_stride + output];
+                residual.sum[row * residual.sum_stride + output] = before + total;
+            }
         }
     }
 }

@@ -76,3 +76,74 @@ DEVICE void route_row(const float* logits, int* ids, float* mix, const float* bi
     const float divisor = how.normalise ? fmaxf(total, 6.103515625e-05f) : 1.0f;
     for (int k = lane; k < how.used; k += 32) mix[k] = mix[k] / divisor * float(how.scale);
 }
+
+// Lane k's: the k-th expert chosen and its mixing weight.
+struct Chosen {
+    int expert;
+    float mix;
+};
+
+// route_row for experts of one group, 32 * EACH of them at most, bit for bit, in registers. Called by all lanes of a warp.
+template <int EACH>
+DEVICE Chosen choose_of(const float* logits, const float* bias, const Choice& how) {
+    const int lane = threadIdx.x & 31, n = int(how.experts);
+    float score[EACH];
+    uint32_t rank[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) score[i] = 32 * i + lane < n ? __ldcg(logits + 32 * i + lane) : -INFINITY;
+    if (how.sigmoid) {
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) score[i] = 1.0f / (1.0f + expf(-score[i]));
+    } else {
+        float top = -INFINITY, sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) top = fmaxf(top, score[i]);
+#pragma unroll
+        for (int distance = 16; distance; distance >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
+#pragma unroll
+        for (int i = 0; i < EACH; ++i)
+            if (32 * i + lane < n) sum += score[i] = expf(score[i] - top);
+        sum = lanes_sum(sum);
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) score[i] /= sum;
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+        rank[i] = 32 * i + lane < n ? rank_of(bias ? score[i] + bias[32 * i + lane] : score[i]) : 0;
+    Chosen mine = {0, 0.0f};
+    float total = 0.0f;
+    for (int k = 0; k < how.used; ++k) {
+        uint32_t best = 0, at = ~0u;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i)
+            if (rank[i] > best) best = rank[i], at = 32 * i + lane;
+        const uint32_t top = __reduce_max_sync(~0u, best);
+        const uint32_t index = __reduce_min_sync(~0u, best == top ? at : ~0u);
+        float owned = 0.0f;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            if (int(index / 32) == i) owned = score[i];
+            if (index == 32 * i + lane) rank[i] = 0;
+        }
+        const float value = __shfl_sync(~0u, owned, index & 31);
+        if (lane == k) mine.expert = int(index), mine.mix = value;
+        total = __fadd_rn(total, value);
+    }
+    const float divisor = how.normalise ? fmaxf(total, 6.103515625e-05f) : 1.0f;
+    mine.mix = mine.mix / divisor * float(how.scale);
+    return mine;
+}
+
+// Scores of which those who use a choice make it for themselves; without `logits` it has been made and lies in memory.
+struct Scored {
+    const float* logits;
+    word logits_row;
+    const float* bias;
+    Choice how;
+};
+constexpr int MOST_CHOSEN_FROM = 256;
+DEVICE Chosen choose(const Scored& scored, int row) {
+    const float* logits = scored.logits + row * scored.logits_row;
+    return scored.how.experts <= 128 ? choose_of<4>(logits, scored.bias, scored.how)
+                                     : choose_of<8>(logits, scored.bias, scored.how);
+}

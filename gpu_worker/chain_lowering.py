@@ -1,0 +1,221 @@
+"""Lowering of chains: the launches of norms with products after them, sums in products, and experts with their choice.
+
+Owns the parameters of the kernels `normed_matmul`, `normed_scores`, `open_experts` and `close_experts`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from bloomery.gpu_worker.chains import NormedExperts, NormedProduct, Summed
+from bloomery.gpu_worker.launches import MAX_ROWS, float_word
+from bloomery.gpu_worker.products import (
+    FLOAT_TYPES,
+    JOBS,
+    SUPER_TYPES,
+    Activations,
+    Job,
+    activation_form,
+    blocks,
+    job_words,
+    ring_bytes,
+)
+from bloomery.runtime.program import Add, MatMul, Op, RoutedExperts, Router
+
+if TYPE_CHECKING:
+    from bloomery.gpu_worker.fusions import AddNorm
+    from bloomery.gpu_worker.lowering import Lowering
+
+_NORM_THREADS: Final = 512
+_SCORERS: Final = 4  # warps of a block; matmul.cu
+_OPENERS: Final = 12
+_RESIDENT: Final = 2  # blocks of so many threads that a multiprocessor holds
+_MOST_USED: Final = 16
+_MOST_EXPERTS: Final = 256  # router.cuh
+NO_SCORES: Final = (0,) * 10
+NO_RESIDUAL: Final = (0,) * 4
+
+
+def lower_chain(lowering: Lowering, chain: Summed | NormedProduct | NormedExperts) -> None:
+    """The launches of a chain; its ops one after the other where there is no kernel for all of it."""
+    match chain:
+        case Summed(op=MatMul() as product, add=add):
+            lowering.lower_matmul(product, residual(lowering, add))
+        case Summed(op=RoutedExperts() as experts, add=add):
+            if joined_experts(lowering, experts):
+                open_and_close(lowering, experts, NO_SCORES, add)
+            else:
+                lowering.lower_each(experts, add)
+        case NormedProduct():
+            _normed_product(lowering, chain)
+        case NormedExperts():
+            _normed_experts(lowering, chain)
+    if isinstance(chain, Summed):
+        for op in (chain.op, chain.add):
+            lowering.forget_written(op)
+
+
+def residual(lowering: Lowering, add: Add | None) -> tuple[int, ...]:
+    """The Residual of matmul.cu."""
+    return (*lowering.context.view(add.x), *lowering.context.view(add.out)) if add else NO_RESIDUAL
+
+
+def _norm_words(lowering: Lowering, op: AddNorm) -> tuple[tuple[int, ...], Activations | None]:
+    """The Normed of normed.cuh; and where the result is as Q8_K, if somebody wants it."""
+    norm, width = op.norm, op.norm.x.width
+    weight = lowering._weight(norm.weight, width, 1)[0]
+    made = None
+    types = {lowering.program.weights[name].quant_type.name for name in op.readers}
+    if width % 256 == 0 and types & set(SUPER_TYPES):
+        made = lowering._place("Q8_K", "activations:Q8_K", width, lowering._room(norm.x))
+    target = (made.values, made.scales, made.stride) if made else (0, 0, 0)
+    place = lowering.context.view
+    return (*place(norm.x), weight, width, float_word(norm.epsilon), *place(norm.out), *target), made
+
+
+def _normed_product(lowering: Lowering, chain: NormedProduct) -> None:
+    """Products of the commonest type make the norm, those of others follow. For one row: blocks share no weights."""
+    norm, product = chain.norm, chain.product
+    width = product.x.elements
+    kinds = [lowering.program.weights[name].quant_type for name in product.weights]
+    names = [kind.name for kind in kinds if kind.name in SUPER_TYPES]
+    if lowering._count(product.x) != 1 or width % 256 or not names:
+        lowering.lower_each(norm, product)
+        return
+    most = max(names, key=names.count)
+    kind = next(kind for kind in kinds if kind.name == most)
+    chosen = [i for i, each in enumerate(kinds) if each.name == most][:JOBS]
+    lowering._forget({norm.norm.out.buffer})
+    words, made = _norm_words(lowering, norm)
+    jobs, row_bytes = [], 0
+    for i in chosen:
+        out = product.outs[i]
+        address, _, row_bytes = lowering._weight(product.weights[i], width, out.elements)
+        jobs.append(Job(address, lowering._bias(product.biases[i], out.elements), *_place(lowering, product, i)))
+    pairs = sum(blocks(job.outputs, 2) for job in jobs)
+    grid = (min(_RESIDENT * lowering.context.multiprocessors, pairs),)
+    shared = _NORM_THREADS // 32 * ring_bytes(kind) + 4 * width + width // 4 * 5
+    lowering.label = chain.name
+    lowering.emit(
+        "matmul", "normed_matmul", grid, _NORM_THREADS, *job_words(jobs), *words, row_bytes, kind=most, shared=shared
+    )
+    if made:
+        lowering.formed["Q8_K"] = norm.norm.out, made
+    rest = [i for i in range(len(kinds)) if i not in chosen]
+    if rest:
+        outs, weights = tuple(product.outs[i] for i in rest), tuple(product.weights[i] for i in rest)
+        lowering.label = product.name
+        lowering.lower_matmul(MatMul(product.name, product.x, outs, weights, tuple(product.biases[i] for i in rest)))
+    lowering.forget_written(product)
+
+
+def _place(lowering: Lowering, product: MatMul, i: int) -> tuple[int, int, int]:
+    """Output address, outputs, output stride of a job."""
+    address, stride = lowering._row(product.outs[i])
+    return address, product.outs[i].elements, stride
+
+
+def _normed_experts(lowering: Lowering, chain: NormedExperts) -> None:
+    """Scores of normed rows; then experts that choose for themselves."""
+    norm, product, router, experts = chain.norm, chain.routed.product, chain.routed.router, chain.experts
+    rows, width, count = lowering._count(product.x), product.x.elements, router.logits.elements
+    weights, kind, row_bytes = lowering._weight(product.weights[0], width, count)
+    fits = kind == "F32" and not product.biases[0] and rows <= MAX_ROWS and width % 4 == 0
+    fits = fits and count <= _MOST_EXPERTS and lowering.context.view(product.x)[1] % 4 == 0
+    if not fits or not joined_experts(lowering, experts):
+        lowering.lower_each(norm, chain.routed, Summed(experts, chain.add) if chain.add else experts)
+        return
+    lowering._forget({norm.norm.out.buffer})
+    words, made = _norm_words(lowering, norm)
+    logits = lowering._row(router.logits)
+    grid = (blocks(count, _SCORERS), rows)
+    lowering.label = f"{norm.name} & {product.name}"
+    lowering.emit(
+        "matmul",
+        "normed_scores",
+        grid,
+        _NORM_THREADS,
+        *(weights, row_bytes, count, *words, *logits),
+        kind=kind,
+        shared=4 * width,
+    )
+    if made:
+        lowering.formed["Q8_K"] = norm.norm.out, made
+    lowering.label = f"{router.name} & {experts.name}"
+    open_and_close(lowering, experts, _scored(lowering, router), chain.add)
+    written: list[Op] = [product, router, experts, *([chain.add] if chain.add else [])]
+    for op in written:
+        lowering.forget_written(op)
+
+
+def _scored(lowering: Lowering, router: Router) -> tuple[int, ...]:
+    """The Scored of router.cuh."""
+    return (*lowering._row(router.logits), *lowering._choice(router))
+
+
+def joined_experts(lowering: Lowering, op: RoutedExperts) -> bool:
+    """Whether `open_and_close` has kernels for these experts."""
+    kinds = [lowering.program.weights[name].quant_type.name for name in (op.gate, op.up, op.down)]
+    return kinds[0] == kinds[1] not in FLOAT_TYPES and kinds[2] in SUPER_TYPES and op.ids.elements <= _MOST_USED
+
+
+def open_and_close(lowering: Lowering, op: RoutedExperts, scored: tuple[int, ...], add: Add | None) -> None:
+    """silu(gate) * up of every item; then down's products, their inputs rounded and their sums formed meanwhile."""
+    rows, used, inputs, outputs = lowering._count(op.x), op.ids.elements, op.x.elements, op.out.elements
+    hidden, experts = lowering.program.weights[op.gate].shape[1:]
+    ids, mix, slots = lowering._row(op.ids), lowering._row(op.mix), lowering.context.slot_map(op.gate)
+    gate, kind, row_bytes = lowering._weight(op.gate, inputs, hidden, experts)
+    up = lowering._weight(op.up, inputs, hidden, experts)[0]
+    x = lowering.form_of(kind, op.x)
+    opened = lowering.context.scratch("gate", lowering._room(op.x) * used * hidden * 4)
+    most = max(1, blocks(_RESIDENT * lowering.context.multiprocessors, max(1, rows * used)))
+    grid = (min(blocks(hidden, _OPENERS), most), rows * used)
+    places = (gate, up, opened, hidden, hidden, x.values, x.scales, x.stride)
+    words = (*places, *ids, *mix, used, slots, inputs, row_bytes, float_word(op.limit), *scored)
+    shared = _OPENERS * ring_bytes(lowering.program.weights[op.gate].quant_type) + inputs // 4 * 5
+    lowering.emit("matmul", "open_experts", grid, 32 * _OPENERS, *words, kind=kind, shared=shared)
+    down, kind, row_bytes = lowering._weight(op.down, hidden, outputs, experts)
+    pairs = blocks(outputs, 2)
+    closers = min(pairs, max(1, blocks(_RESIDENT * lowering.context.multiprocessors, rows or 1)))
+    words = (down, *lowering._row(op.out), outputs, opened, hidden, *ids, *mix, used, slots, hidden, row_bytes)
+    ring = ring_bytes(lowering.program.weights[op.down].quant_type)
+    shared = used * (ring + hidden // 4 * 5 + 8 * blocks(pairs, closers))
+    lowering.label = f"{op.name} & {add.name}" if add else op.name
+    words = (*words, *scored, *residual(lowering, add))
+    lowering.emit("matmul", "close_experts", (closers, rows), 32 * used, *words, kind=kind, shared=shared)
+
+
+def separate_experts(lowering: Lowering, op: RoutedExperts) -> None:
+    """Products of every item (row and rank) with its expert's gate and up, silu, down, and the sum by ranks."""
+    rows, used = lowering._count(op.x), op.ids.elements
+    hidden = lowering.program.weights[op.gate].shape[1]
+    items = lowering._room(op.x) * used
+    kinds = [lowering.program.weights[name].quant_type.name for name in (op.gate, op.up, op.down)]
+    gate, up = (lowering.context.scratch(name, items * hidden * 4) for name in ("gate", "up"))
+    jobs = [(op.gate, Job(0, 0, gate, hidden, hidden)), (op.up, Job(0, 0, up, hidden, hidden))]
+    for some in [jobs] if kinds[0] == kinds[1] else [jobs[:1], jobs[1:]]:
+        _products(
+            lowering, op, lowering.form_of(lowering.program.weights[some[0][0]].quant_type.name, op.x), some, False
+        )
+    form = activation_form(kinds[2])
+    source = (gate, up, hidden, hidden, hidden, float_word(op.limit))
+    opened = lowering._make_form(form, f"hidden:{form}", source, hidden, rows * used, items)
+    parts = lowering.context.scratch("experts", items * op.out.elements * 4)
+    _products(lowering, op, opened, [(op.down, Job(0, 0, parts, op.out.elements, op.out.elements))], True)
+    mixed = (parts, *lowering._row(op.mix), used, *lowering._row(op.out), op.out.elements)
+    lowering._each("experts_sum", op.out, *mixed)
+
+
+def _products(
+    lowering: Lowering, op: RoutedExperts, x: Activations, jobs: list[tuple[str, Job]], of_each_item: bool
+) -> None:
+    width, outputs, experts = lowering.program.weights[jobs[0][0]].shape
+    placed = []
+    for name, job in jobs:
+        address, kind, row_bytes = lowering._weight(name, width, outputs, experts)
+        placed.append(Job(address, 0, job.out, job.outputs, job.out_stride))
+    rows, used = lowering._count(op.x), op.ids.elements
+    grid = (lowering._warp_blocks(kind, placed, max(1, rows * used * len(jobs))), rows * used, len(jobs))
+    ids, slots = lowering._row(op.ids), lowering.context.slot_map(op.gate)
+    words = (x.values, x.scales, x.stride, int(of_each_item), *ids, used, slots, width, row_bytes)
+    lowering.emit("matmul", "experts", grid, 128, *job_words(placed), *words, kind=kind)
