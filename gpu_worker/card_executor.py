@@ -30,7 +30,7 @@ from bloomery.gpu_worker.hand_off_lowering import HostSide
 from bloomery.gpu_worker.kernel_functions import Kernels
 from bloomery.gpu_worker.launches import MAX_ROWS, KernelName, Launch
 from bloomery.gpu_worker.lowering import lower
-from bloomery.gpu_worker.prompt_lowering import LEAST_ROWS, lower_prompt
+from bloomery.gpu_worker.prompt_lowering import LEAST_ROWS, lower_all, lower_prompt
 from bloomery.runtime.arena import LEAST_SPARE
 from bloomery.runtime.errors import StepAborted, WorkerLost
 from bloomery.runtime.executor import StateSnapshot, StepResult, StepRows, check_rows
@@ -131,9 +131,7 @@ class CardExecutor:
         if self._host:
             self.memory.meet_host(partial(self._host.addresses, self._on_card))
         self._feed = EngramFeed(program, self._max_rows, self._pinned) if program.engram else None
-        launches = lower(program, self.memory, MAX_ROWS, MAX_ROWS) + lower(program, self.memory, 1, 1)
-        if blocks:
-            launches += lower_prompt(program, self.memory, self._max_rows, self._max_out_rows)
+        launches = lower_all(program, self.memory, self._max_rows if blocks else 0, self._max_out_rows)
         self.memory.settle()
         self._kernels = Kernels(self.card)
         names = {launch.kernel for launch in launches}

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _NORM_THREADS: Final = 512
 _SCORERS: Final = 4  # warps of a block; matmul.cu
 _OPENERS: Final = 12
+_MOST_OUTPUTS: Final = 32768
+"""Of a product that makes the norm: a head has so much to do that smaller blocks without a norm are faster."""
 _RESIDENT: Final = 2  # blocks of so many threads that a multiprocessor holds
 _MOST_USED: Final = 16
 _MOST_EXPERTS: Final = 256  # router.cuh
@@ -79,7 +81,8 @@ def _normed_product(lowering: Lowering, chain: NormedProduct) -> None:
     width = product.x.elements
     kinds = [lowering.program.weights[name].quant_type for name in product.weights]
     names = [kind.name for kind in kinds if kind.name in SUPER_TYPES]
-    if lowering._count(product.x) != 1 or width % 256 or not names:
+    few = sum(out.elements for out in product.outs) <= _MOST_OUTPUTS
+    if lowering._count(product.x) != 1 or width % 256 or not names or not few:
         lowering.lower_each(norm, product)
         return
     most = max(names, key=names.count)

@@ -72,8 +72,6 @@ _WALKERS_EACH: Final = 2
 _HEAD_JOB_WORDS: Final = 12
 _HEADS: Final = 8
 _ARGMAX_PARTS: Final = 64
-_WIDEST_STAGED: Final = 8192
-"""Of a product's row that every block copies to its shared memory."""
 _BLOCKS_EACH: Final = 7
 """Blocks of a product that a multiprocessor holds; more would wait for their turn with empty rings."""
 
@@ -361,11 +359,9 @@ class Lowering:
         """`heads`: how many, and the distance of two in values, scales (bytes) and outputs (floats)."""
         at_once = next(n for n in (1, 2, 4, 8) if n >= rows) if rows else 1
         sets = len(jobs) * heads[0]
-        staged = at_once == 1 and kind not in FLOAT_TYPES and width % 32 == 0 and width <= _WIDEST_STAGED
-        shared = width // 4 * 5 if staged else 0
         grid = (self._warp_blocks(kind, jobs, sets), sets if rows else 0)
-        words = (x.values, x.scales, x.stride, rows, width, row_bytes, *heads, *residual, int(shared > 0))
-        self.emit("matmul", f"matmul_{at_once}", grid, 32 * _WARPS, *job_words(jobs), *words, kind=kind, shared=shared)
+        words = (x.values, x.scales, x.stride, rows, width, row_bytes, *heads, *residual)
+        self.emit("matmul", f"matmul_{at_once}", grid, 32 * _WARPS, *job_words(jobs), *words, kind=kind)
 
     def _warp_blocks(self, kind: str, jobs: list[Job], sets: int) -> int:
         together = 1 if kind in FLOAT_TYPES else 2

@@ -17,7 +17,7 @@ from bloomery.gpu_worker.chain_lowering import NO_RESIDUAL
 from bloomery.gpu_worker.chains import Chained
 from bloomery.gpu_worker.fusions import AddNorm, Attended, fused
 from bloomery.gpu_worker.launches import MAX_ROWS, CardContext, Launch, float_word
-from bloomery.gpu_worker.lowering import Lowering
+from bloomery.gpu_worker.lowering import Lowering, lower
 from bloomery.gpu_worker.products import Job as WeightJob
 from bloomery.gpu_worker.products import activation_form, check_types, job_words
 from bloomery.runtime.program import Attention, HeadMatMul, MatMul, Program, RoutedExperts, View
@@ -60,6 +60,16 @@ def lower_prompt(program: Program, context: CardContext, rows: int, out_rows: in
     assert rows > 0 and 0 <= out_rows <= rows
     check_types(program)
     return _PromptLowering(program, context, rows, out_rows).launches()
+
+
+def lower_all(program: Program, context: CardContext, block_rows: int, block_out_rows: int) -> list[Launch]:
+    """Launches that between them have every kernel that steps of this program take, and want the most scratch; blocks
+    of prompts only if `block_rows` is not 0."""
+    launches = lower(program, context, MAX_ROWS, MAX_ROWS) + lower(program, context, 1, 1)
+    if block_rows:
+        for wanted in (block_out_rows, 1):
+            launches += lower_prompt(program, context, block_rows, wanted)
+    return launches
 
 
 class _PromptLowering(Lowering):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -65,7 +66,7 @@ def library(file: str, quant_type: str) -> ctypes.CDLL:
     folder.mkdir(exist_ok=True)
     to = folder / f"{file}-{quant_type}-{digest}.so"
     if not to.exists():
-        unit, aside = folder / f"{to.stem}.cpp", folder / f"{to.stem}.aside"
+        unit, aside = folder / f"{to.stem}-{os.getpid()}.cpp", folder / f"{to.stem}-{os.getpid()}.aside"
         unit.write_text(text, encoding="utf-8")
         define = [f"-DQUANT={quant_type}"] if quant_type else []
         options = ["-O1", "-w", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", f"-I{headers}", *define]

@@ -17,7 +17,7 @@ from bloomery.gpu_worker import compile_cache
 from bloomery.gpu_worker.launches import MAX_ROWS, Launch
 from bloomery.gpu_worker.lowering import lower
 from bloomery.gpu_worker.products import WEIGHT_TYPES
-from bloomery.gpu_worker.prompt_lowering import lower_prompt
+from bloomery.gpu_worker.prompt_lowering import lower_all, lower_prompt
 from bloomery.runtime.architectures import build_program
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.model_file import ModelFile
@@ -100,6 +100,24 @@ def test_deepseek_programs(path: Callable[[], Path]) -> None:
         for rows in (1, MAX_ROWS):
             check(lower(program, context, rows, 1))
         check(lower_prompt(program, context, 300, 300))
+
+
+@pytest.mark.parametrize("name", ("qwen3moe-Q4_K_M", "deepseek2-lite-Q4_K_M"))
+def test_every_kernel_is_loaded_beforehand(name: str) -> None:
+    """Whatever the number of rows and of wanted rows (matmul_N are loaded for every N)."""
+    program = program_of(quantised_file(name))
+    context = NoCard(program)
+
+    def kernels(launches: list[Launch]) -> set[tuple[str, str, str]]:
+        names = [launch.kernel for launch in launches]
+        return {(each.file, re.sub(r"matmul_\d", "matmul_", each.function), each.quant_type) for each in names}
+
+    known = kernels(lower_all(program, context, 300, 300))
+    for rows in range(1, MAX_ROWS + 1):
+        for wanted in {0, 1, rows}:
+            assert kernels(lower(program, context, rows, wanted)) <= known, (rows, wanted)
+    for rows, wanted in ((300, 1), (300, 5), (33, 0), (40, 40), (40, 1)):
+        assert kernels(lower_prompt(program, context, rows, wanted)) <= known, (rows, wanted)
 
 
 def test_every_launched_op_is_waited_for_in_order() -> None:

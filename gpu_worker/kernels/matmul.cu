@@ -67,30 +67,21 @@ DEVICE void copy_row(const Activations& x, int width, uint8_t* to, int thread, i
         *reinterpret_cast<int2*>(to + width + i) = *reinterpret_cast<const int2*>(x.scales + i);
 }
 
-// Grid (blocks of warps, jobs * heads); dynamic shared memory, if `staged`: width * 5 / 4 bytes. Head h of a job has its own matrix, part of x and part of out.
+// Grid (blocks of warps, jobs * heads). Head h of a job has its own matrix, part of x and part of out.
 template <int NR>
 DEVICE void matmul(const Jobs& jobs, const uint8_t* values, const uint8_t* scales, word x_stride, word rows, word width,
                    word row_bytes, word heads, word head_values, word head_scales, word head_out,
-                   const Residual& residual, word staged) {
-    DYNAMIC_SHARED(uint8_t, row);
+                   const Residual& residual) {
     __shared__ __align__(16) uint8_t rings[WARPS * ring_bytes<Quant>()];
     let_next_begin();
     const int head = blockIdx.y % int(heads);
     const Job job = jobs.job[blockIdx.y / int(heads)];
-    const Activations given = {values + head * head_values, scales + head * head_scales, x_stride};
-    const Activations x = NR == 1 && staged ? Activations{row, row + width, 0} : given;
+    const Activations x = {values + head * head_values, scales + head * head_scales, x_stride};
     const uint8_t* weights = job.weights + head * row_bytes * job.outputs;
     float* out = job.out + head * head_out;
     const int first = threadIdx.x / 32 * gridDim.x + blockIdx.x, step = gridDim.x * WARPS;  // blocks get as much each
     Results<NR> results(job, residual);
-    auto ready = [&] {
-        await_previous();
-        results.fetch(first, step);
-        if (NR == 1 && staged) {
-            copy_row(given, int(width), row, threadIdx.x, blockDim.x);
-            __syncthreads();
-        }
-    };
+    auto ready = [&] { await_previous(), results.fetch(first, step); };
     products<Quant, NR>(weights, row_bytes, int(job.outputs), int(width), x, int(rows), first, step, warp_ring(rings), ready,
                         [&](int output, int row, float sum) { results.put(out, output, row, sum); });
 }
@@ -99,9 +90,9 @@ DEVICE void matmul(const Jobs& jobs, const uint8_t* values, const uint8_t* scale
     extern "C" __global__ void __launch_bounds__(32 * WARPS, NR == 1 ? 7 : 1)                                          \
         matmul_##NR(Jobs jobs, const uint8_t* values, const uint8_t* scales, word x_stride, word rows, word width,     \
                     word row_bytes, word heads, word head_values, word head_scales, word head_out,                     \
-                    Residual residual, word staged) {                                                                  \
+                    Residual residual) {                                                                               \
         matmul<NR>(jobs, values, scales, x_stride, rows, width, row_bytes, heads, head_values, head_scales, head_out,  \
-                   residual, staged);                                                                                  \
+                   residual);                                                                                          \
     }
 MATMUL(1)
 MATMUL(2)
@@ -273,7 +264,8 @@ DEVICE void open_items(const uint8_t* gate, const uint8_t* up, float* out, word 
 }
 
 // Grid (blocks of warps, items): silu(gate) * up of every item; a warp takes the same row of both. See `experts`. With
-// scores the choice is made here, by every block for itself, and written to ids and mix. Dynamic shared memory: the rings, and x (width * 5 / 4 bytes).
+// scores the choice is made here, by every block for itself, and written to ids and mix. Dynamic shared memory: the
+// rings, and x (width * 5 / 4 bytes).
 // Bounds are those of 64 registers, so that blocks of close_experts find room beside.
 extern "C" __global__ void __launch_bounds__(512, 2)
     open_experts(const uint8_t* gate, const uint8_t* up, float* out, word out_stride, word outputs, const uint8_t* values,
@@ -357,7 +349,7 @@ DEVICE void close_item(const uint8_t* down, word outputs, uint8_t* hidden, word 
 // Grid (blocks that share the pairs of outputs, rows), a warp for each item of a row; dynamic shared memory: the warps'
 // rings, the items' hidden rows as Q8_K (width * 5 / 4 bytes), their sums. The hidden rows are f32 and rounded by every
 // block for itself; a row's items are summed by ranks, as experts_sum does, and the residual added.
-extern "C" __global__ void __launch_bounds__(32 * MOST_USED, 2)
+extern "C" __global__ void __launch_bounds__(32 * MOST_USED)
     close_experts(const uint8_t* down, float* out, word out_stride, word outputs, const float* opened, word opened_stride,
                   const int* ids, word ids_stride, const float* mix, word mix_stride, word used, const int* slots,
                   word width, word row_bytes, Scored scored, Residual residual) {
