@@ -193,6 +193,10 @@ class StepRunner:
         if Status.TIMED_OUT in statuses:
             self._lost = f"{self._too_long(statuses.index(Status.TIMED_OUT))} (in step {step})"
             self._refuse_if_lost()
+        if Status.POISONED in statuses:  # a rank left early, so whatever the others say the step has no result
+            left = self._group.describe(statuses.index(Status.POISONED))
+            self._lost = f"{left} left its work, told to although no worker was lost (in step {step})"
+            self._refuse_if_lost()
         if Status.ABORTED in statuses:
             self._counts["aborted"] += 1
             raise StepAborted(f"step {step} was aborted")

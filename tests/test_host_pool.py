@@ -184,6 +184,28 @@ def test_an_abort_is_for_one_step_and_never_for_another() -> None:
     assert 0 < aborted == pool.statistics()["aborted"]
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_step_that_workers_were_told_to_leave_has_no_result(processes: int) -> None:
+    """Told so as if a worker were lost, while none is: what the step left in its outputs must not pass as its result."""
+    rng = np.random.default_rng(43)
+    pool = start_pool(processes, stages=50, delays=[100])
+    try:
+        check_step(pool, make_rows(rng, 1), stages=50)
+        pids = pool.statistics()["pids"]
+        control = pool._runner._control
+        control.poison(control.step + 1)
+        with pytest.raises(WorkerLost, match=r"worker 0 .*left its work.*no worker was lost \(in step"):
+            pool.step(make_rows(rng, 1))
+        with pytest.raises(WorkerLost, match="left its work"):
+            pool.step(make_rows(rng, 1))
+        pool.recover()
+        check_step(pool, make_rows(rng, 1), stages=50)
+        statistics = pool.statistics()
+        assert (statistics["restarts"], statistics["steps"], statistics["pids"]) == (0, 2, pids)
+    finally:
+        pool.close()
+
+
 @pytest.mark.parametrize(
     ("refuse", "kind", "message"),
     [
