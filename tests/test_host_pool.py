@@ -186,7 +186,7 @@ def test_an_abort_is_for_one_step_and_never_for_another() -> None:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_step_that_workers_were_told_to_leave_has_no_result(processes: int) -> None:
-    """Told so as if a worker were lost, while none is: what the step left in its outputs must not pass as its result."""
+    """As if a worker were lost, while none is: what the step left in its outputs must not pass as its result."""
     rng = np.random.default_rng(43)
     pool = start_pool(processes, stages=50, delays=[100])
     try:
