@@ -8,6 +8,7 @@ from __future__ import annotations
 from bloomery.cpu_experts.stage import BroughtRows, CacheAddress, HandOffPlace
 from bloomery.runtime.arena import Arena, ArenaShape, aligned
 from bloomery.runtime.engram_record import FLAG
+from bloomery.runtime.host_weights import HostWeights
 from bloomery.runtime.model_file import Tensor
 from bloomery.runtime.program import Program, View
 from bloomery.runtime.step_record import LINE
@@ -52,8 +53,11 @@ class SizingContext:
 class ArenaContext:
     """Lowering into an attached arena."""
 
-    def __init__(self, program: Program, arena: Arena, hand_off_ns: int = 0) -> None:
-        """`hand_off_ns` is how long this rank waits for a card."""
+    def __init__(
+        self, program: Program, arena: Arena, hand_off_ns: int = 0, weights: HostWeights | None = None
+    ) -> None:
+        """`hand_off_ns` is how long this rank waits for a card; `weights` the copy to read weights from, if any."""
+        self._weights = weights
         self._hand_off_ns = hand_off_ns
         shape = arena.layout.shape
         self.max_rows = shape.max_rows
@@ -70,7 +74,8 @@ class ArenaContext:
 
     def weight(self, name: str) -> tuple[int, Tensor]:
         tensor = self._program.weights[name]
-        return tensor.data.ctypes.data, tensor
+        copied = self._weights.address_of(name) if self._weights else None
+        return tensor.data.ctypes.data if copied is None else copied, tensor
 
     def state(self, name: str) -> CacheAddress:
         layout, address = self._arena.layout, self._arena.address(f"state:{name}")

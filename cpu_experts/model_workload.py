@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from bloomery.cpu_experts.compile_cache import compile_kernel
 from bloomery.cpu_experts.lowering import lower
 from bloomery.cpu_experts.stage import LoweringContext, Stage
@@ -20,7 +22,11 @@ class ModelWorkload:
         self._model, program = load_program(start.model, start.taps, start.target)
         self.program = keep_choices(program) if start.keep_choices else program
         tables = {table.weight for table in engram_tables(program)}  # larger than memory, and not read from here
-        self._model.map_pages(_MAP_SECONDS, besides=tables)
+        self._besides, self._copied = tables, bool(start.weight_files)
+
+    def map_weights(self, progress: Callable[[int, int], None]) -> None:
+        if not self._copied:
+            self._model.map_pages(_MAP_SECONDS, self._besides, progress)
 
     def stages(self, context: LoweringContext) -> list[Stage]:
         return lower(self.program, context)

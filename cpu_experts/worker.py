@@ -22,6 +22,7 @@ from bloomery.cpu_experts.arena_context import ArenaContext, SizingContext
 from bloomery.cpu_experts.stage import STEP_TOKENS
 from bloomery.cpu_experts.workload import Workload
 from bloomery.runtime.arena import TICKS_PER_STAGE, Arena, ArenaLayout, Lowered
+from bloomery.runtime.host_weights import HostWeights, WeightLayout, copied_tensors
 from bloomery.runtime.process_tree import watch_parent
 from bloomery.runtime.runtime_files import unlink_owned
 from bloomery.runtime.step_record import LINE, RECORD_ARRAYS, STAGE_BITS, STEP, record_array_offset
@@ -59,11 +60,17 @@ class Worker:
         self._link = link
         module, _, function = start.workload.partition(":")
         self._workload: Workload = getattr(importlib.import_module(module), function)(start)
+        self._workload.map_weights(self._report_mapping)
         sizing = SizingContext(self._workload.program, start.shape)
         self._stages = self._workload.stages(sizing)
         assert len(self._stages) < 1 << STAGE_BITS
         self._lowered = Lowered(tuple(sorted(sizing.wanted.items())), len(self._stages))
         self._memory: tuple[Any, ...] = ()
+
+    def _report_mapping(self, done: int, total: int) -> None:
+        """Every worker maps the same pages; one tells of it."""
+        if self._start.rank == 0:
+            self._link.send("progress", stage="map", done=done, total=total)
 
     def serve_until_told(self) -> None:
         """Reports, compiles what it is told to, attaches, and serves steps until it is told to stop."""
@@ -93,7 +100,7 @@ class Worker:
         self._compile(INTERPRETER)
         layout = ArenaLayout(self._workload.program, self._start.shape, lowered_of(message))
         arena = Arena.attach(message["prefix"], layout)
-        context = ArenaContext(self._workload.program, arena, self._start.hand_off_ns)
+        context = ArenaContext(self._workload.program, arena, self._start.hand_off_ns, self._copied())
         self._stages = self._workload.stages(context)
         assert len(self._stages) == self._lowered.stages, "lowering depends on addresses"
         table, arguments = self._stage_table()
@@ -112,6 +119,14 @@ class Worker:
             pointers[STEP_TOKENS + index] = arena.address("record") + offset
         self._memory = (table, arguments, private)
         return arena
+
+    def _copied(self) -> HostWeights | None:
+        """The weights' copy in shared memory, if the coordinator has made one."""
+        if not self._start.weight_files:
+            return None
+        program = self._workload.program
+        layout = WeightLayout(copied_tensors(program), self._start.weight_nodes)
+        return HostWeights.attach(layout, self._start.weight_files)
 
     def _stage_table(self) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
         """The interpreter's table of stages, and their arguments, which must stay alive."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from bloomery.cpu_experts.stage import LoweringContext, Stage
@@ -13,6 +14,9 @@ class Workload(Protocol):
 
     @property
     def program(self) -> Program: ...
+
+    def map_weights(self, progress: Callable[[int, int], None]) -> None:
+        """Makes the weights ready for the first step; `progress(done, total)` in bytes."""
 
     def stages(self, context: LoweringContext) -> list[Stage]:
         """The program's stages with addresses from this context. PlanError for what has no kernel."""

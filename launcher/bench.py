@@ -89,6 +89,7 @@ def build_parser() -> Parser:
     )
     trial.add_argument("-r", "--repeats", type=positive, default=5, metavar="N", help="rounds after a warm-up (5)")
     trial.add_argument("--prompt-block", type=positive, default=512, metavar="N", help="greatest rows of a step (512)")
+    trial.add_argument("--host-weights", choices=("copy", "mmap"), default="mmap", help="where weights lie (mmap)")
     trial.add_argument(
         "--cache-type", choices=("f16", "f32", "q8_0"), default="f16", help="type of the attention caches"
     )
@@ -202,6 +203,7 @@ def thread_rows(
                 context=context,
                 prompt_block=args.prompt_block,
                 cache_type=args.cache_type,
+                host_weights=args.host_weights,
                 progress=progress,
             )
         )
@@ -243,6 +245,7 @@ def model_facts(model: ModelFile, args: argparse.Namespace) -> dict[str, Any]:
         "prompt_block": args.prompt_block,
         "micro_batch": (args.micro_batch or MICRO_BATCH) if args.against else None,
         "cache_type": args.cache_type,
+        "host_weights": args.host_weights,
         "repeats": args.repeats,
         "cpu": cpu_name(),
         "load_before": os.getloadavg()[0],

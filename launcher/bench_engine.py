@@ -21,6 +21,7 @@ from bloomery.runtime.completion import new_request_id
 from bloomery.runtime.engine import Engine
 from bloomery.runtime.errors import RequestError
 from bloomery.runtime.host_pool import HostPool
+from bloomery.runtime.host_weights import HostWeightsPlace
 from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.requests import Admitted, Chunk, Event, Failed, Final, GenerationRequest, SamplingParameters
 from bloomery.runtime.step_work import op_kind
@@ -56,6 +57,7 @@ class BenchEngine:
         context: int,
         prompt_block: int,
         cache_type: CacheType,
+        host_weights: HostWeightsPlace = "mmap",
         progress: Progress = lambda stage, done, total: None,
     ) -> None:
         with ExitStack() as stack:
@@ -69,6 +71,7 @@ class BenchEngine:
                 processes=threads,
                 prompt_block=prompt_block,
                 cache_type=cache_type,
+                host_weights=host_weights,
                 progress=progress,
                 time_stages=True,
             )

@@ -27,6 +27,7 @@ GREATEST_INTEGER = 2**31 - 1
 INTERRUPTED_STATUS = 130
 _UNITS = {"": 1, **{u: 1000**i for i, u in enumerate("KMGT", 1)}, **{f"{u}I": 1024**i for i, u in enumerate("KMGT", 1)}}
 HOT_LIST_VARIABLE = "BLOOMERY_HOT_LIST"
+HOST_WEIGHTS_VARIABLE = "BLOOMERY_HOST_WEIGHTS"
 
 # Attribute of the parsed arguments, field of DaemonConfig, how a person writes it.
 DAEMON_OPTIONS = (
@@ -41,6 +42,8 @@ DAEMON_OPTIONS = (
     ("prompt_block", "prompt_block", "--prompt-block"),
     ("cache_type", "cache_type", "--cache-type"),
     ("executor", "executor", "--executor"),
+    ("host_weights", "host_weights", "--host-weights"),
+    ("mlock", "mlock", "--mlock"),
     ("engram_cache", "engram_cache", "--engram-cache"),
     ("engram_direct", "engram_direct", "--engram-direct"),
     ("hot_list", "hot_list", "--hot-list"),
@@ -259,6 +262,15 @@ def add_memory_options(group: argparse._ArgumentGroup) -> None:
         "-1: all that is left)",
     )
     group.add_argument(
+        "--host-weights",
+        choices=("auto", "copy", "mmap"),
+        help="copy: weights in shared memory, near the cores that use them, in huge pages if possible; mmap: the file's"
+        f" page cache; auto: what is faster and fits (default: ${HOST_WEIGHTS_VARIABLE}, else auto)",
+    )
+    group.add_argument(
+        "--mlock", action="store_const", const=True, help="lock weights in memory (ulimit -l must allow it)"
+    )
+    group.add_argument(
         "--engram-cache", type=positive, metavar="MIB", help="memory for rows of n-gram tables that were read (256 MiB)"
     )
     group.add_argument(
@@ -303,6 +315,8 @@ def daemon_config(args: argparse.Namespace, model: str, **defaults: int | str) -
             fields[field] = value
     if hot_list := os.environ.get(HOT_LIST_VARIABLE):
         fields.setdefault("hot_list", hot_list)
+    if host_weights := os.environ.get(HOST_WEIGHTS_VARIABLE):
+        fields.setdefault("host_weights", host_weights)
     return DaemonConfig(**fields)  # type: ignore[arg-type]
 
 

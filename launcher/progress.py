@@ -22,6 +22,8 @@ WORDS = {  # a daemon's stages, for people
     "open": "open the model",
     "compile": "compile kernels for this CPU",
     "spawn": "start worker processes",
+    "map": "map the model file",
+    "weights": "copy weights to memory",
     "upload": "copy weights to the card",
     "card kernels": "compile kernels for this card",
 }

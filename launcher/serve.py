@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bloomery.launcher.command_line import (
+    HOST_WEIGHTS_VARIABLE,
     HOT_LIST_VARIABLE,
     Parser,
     UsageError,
@@ -262,6 +263,8 @@ def daemon_of(args: argparse.Namespace) -> DaemonConfig:
         "card_memory": args.card_memory,
         "hot_list": args.hot_list or os.environ.get(HOT_LIST_VARIABLE) or None,
         "cache_ram": args.cache_ram,
+        "host_weights": args.host_weights or os.environ.get(HOST_WEIGHTS_VARIABLE) or None,
+        "mlock": args.mlock,
         "engram_cache": args.engram_cache,
         "engram_direct": args.engram_direct,
         "slot_folder": str(Path(args.slot_save_path).resolve()) if args.slot_save_path else None,

@@ -174,7 +174,6 @@ _WITHOUT_VALUE = [
     "--cont-batching",
     "-nocb",
     "--no-cont-batching",
-    "--mlock",
     "--mmap",
     "--no-mmap",
     "--swa-full",

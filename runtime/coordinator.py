@@ -328,6 +328,8 @@ class Daemon:
             cache_type=config.cache_type,
             progress=self._report,
             engram=EngramOptions(config.engram_cache << 20, config.engram_direct),
+            host_weights="copy" if plan.host_weights == "copy" else "mmap",
+            mlock=config.mlock,
         )
 
     def _start_engine(self, engine: Engine) -> None:

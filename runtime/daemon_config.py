@@ -14,6 +14,7 @@ class DaemonConfig:
     `processes` is the number of CPU-expert processes (0: one for each core of the affinity mask and cgroup quota);
     `prompt_block` the greatest number of rows of a step; an empty endpoint means one in the runtime directory.
     `executor` "reference" runs the NumPy reference inside the coordinator instead of worker processes.
+    `host_weights` says whether weights are copied to shared memory or mapped, `mlock` that they are locked there.
     Of n-gram table rows `engram_cache` MiB are kept in memory; with `engram_direct` they are read past the page cache.
     Plans with a card use at most `card_memory` bytes of it (0: what is free).
     `hot_list` is a file that ranks the experts of each layer for plans that place them ("": none).
@@ -39,6 +40,8 @@ class DaemonConfig:
     alias: str = ""
     exit_with_parent: bool = False
     slot_folder: str = ""
+    host_weights: Literal["auto", "copy", "mmap"] = "auto"
+    mlock: bool = False
     engram_cache: int = 256
     engram_direct: bool = False
     hot_list: str = ""

@@ -23,11 +23,13 @@ from bloomery.runtime.cpu_limits import affinity_mask, cpu_quota
 from bloomery.runtime.engram_process import EngramProcess
 from bloomery.runtime.errors import WorkerLost
 from bloomery.runtime.executor import StateSnapshot, StepResult, StepRows, check_rows
+from bloomery.runtime.host_weights import HostWeights, HostWeightsPlace, WeightLayout, copied_tensors
 from bloomery.runtime.memory_terms import LOGITS_BYTES
 from bloomery.runtime.program import Program
 from bloomery.runtime.slot_states import SlotStates
 from bloomery.runtime.step_runner import StepRunner
 from bloomery.runtime.topology import Topology, default_processes
+from bloomery.runtime.weight_loading import fill_weights, lock_weights
 from bloomery.runtime.worker_group import Progress, WorkerGroup
 from bloomery.runtime.worker_messages import EngramOptions, WorkerStart, lowered_of
 
@@ -76,9 +78,11 @@ class HostPool:
         lowered: Lowered,
         labels: list[str],
         engram: EngramProcess | None,
+        weights: HostWeights | None = None,
     ) -> None:
         self._group = group
         self._engram = engram
+        self._weights = weights
         self._arena = arena
         self._lowered = lowered
         self._labels = labels
@@ -114,13 +118,18 @@ class HostPool:
         workload: str = MODEL_WORKLOAD,
         engram: EngramOptions | None = None,
         keep_choices: bool = False,
+        host_weights: HostWeightsPlace = "mmap",
+        mlock: bool = False,
+        topology: Topology | None = None,
     ) -> HostPool:
         """Starts the workers and returns when they can run steps.
 
         `processes` 0 means one for each core of the affinity mask and quota. `progress(stage, done, total)` is called
-        with the stages "spawn", "compile" and "load". `workload` names what makes a worker's stages. `engram` is for
-        the process that brings n-gram table rows, which only a program with engrams has. With `keep_choices` the pool
-        runs the program that `router_choices` makes of this one, and `choices` tells what routers picked.
+        with the stages "spawn", "compile", "weights" and "load". `workload` names what makes a worker's stages.
+        `engram` is for the process that brings n-gram table rows, which only a program with engrams has. With
+        `keep_choices` the pool runs the program that `router_choices` makes of this one, and `choices` tells what
+        routers picked. With `host_weights` "copy" weights are read into shared memory, near the ranks that compute with
+        them; `mlock` keeps them from being swapped. `topology` stands for the machine's in tests.
         Raises ModelFileError and PlanError as the workers found them, PlanError if the arena does not fit, WorkerLost.
         """
         runtime_files.sweep()
@@ -131,14 +140,23 @@ class HostPool:
         max_out_rows = min(max_rows, max(slots, LOGITS_BYTES // (4 * program.vocabulary), 1))
         shape = ArenaShape(context, slots, max_rows, max_out_rows, processes, cache_type)
         name = f"pool{next(_pool_numbers)}"
-        starts = worker_starts(model_path, program, shape, time_stages, workload, keep_choices=keep_choices)
+        starts = worker_starts(
+            model_path, program, shape, time_stages, workload, keep_choices=keep_choices, topology=topology
+        )
+        weights: HostWeights | None = None
+        if host_weights == "copy":
+            weights = HostWeights.create(WeightLayout(copied_tensors(program), starts[0].weight_nodes))
+            starts = [replace(start, weight_files=weights.files) for start in starts]
         quiet = quiet_seconds()
-        group = WorkerGroup(name, starts, quiet)
+        group: WorkerGroup | None = None
         arena: Arena | None = None
         engram_process: EngramProcess | None = None
         try:
             if program.engram:
                 engram_process = EngramProcess(f"{name}-engram", _engram_like(starts), engram or EngramOptions(), quiet)
+            group = WorkerGroup(name, starts, quiet)
+            if weights is not None:
+                fill_weights(weights, progress)
             hellos = group.hellos(range(processes), progress)
             lowered = lowered_of(hellos[0])
             for rank, hello in hellos.items():
@@ -149,14 +167,19 @@ class HostPool:
             if program.engram and engram_process:
                 engram_process.attach(arena, lowered, len(program.engram.sites))
             group.attach(range(processes), arena, lowered, progress)
-            pool = cls(group, arena, program, lowered, hellos[0]["labels"], engram_process)
+            if mlock:
+                lock_weights(program, weights)
+            pool = cls(group, arena, program, lowered, hellos[0]["labels"], engram_process, weights)
         except BaseException:
-            group.end(0.0)
+            if group is not None:
+                group.end(0.0)
             if engram_process is not None:
                 engram_process.end(0.0)
             if arena is not None:
                 arena.unlink()
                 arena.close()
+            if weights is not None:
+                weights.close()
             raise
         try:
             pool._runner.drill()
@@ -247,6 +270,8 @@ class HostPool:
 
     def statistics(self) -> dict[str, Any]:
         statistics = {"executor": "host", "processes": self._shape.processes, **self._runner.statistics()}
+        if self._weights:
+            statistics["weights"] = self._weights.facts()
         if self._engram:
             statistics["engram"] = self._engram.statistics()
         return statistics
@@ -276,6 +301,8 @@ class HostPool:
 
     def close(self) -> None:
         if self._runner.close():
+            if self._weights is not None:
+                self._weights.close()
             atexit.unregister(self.close)
 
 
@@ -287,9 +314,13 @@ def worker_starts(
     workload: str,
     keep_choices: bool = False,
     hand_offs: tuple[int, ...] = (),
+    topology: Topology | None = None,
 ) -> list[WorkerStart]:
     """One start for each rank, pinned in the topology's order. More ranks than cores share them and yield to wait."""
-    order = Topology.read().within(affinity_mask()).pin_order()
+    machine = Topology.read().within(affinity_mask())
+    order = machine.pin_order()
+    placed = topology or machine
+    nodes = [placed.node_of(placed.pin_order()[rank % len(placed.pin_order())]) for rank in range(shape.processes)]
     quota = cpu_quota()
     oversubscribed = shape.processes > min(len(order), len(order) if quota is None else quota)
     return [
@@ -312,6 +343,7 @@ def worker_starts(
             target=program.target,
             hand_offs=hand_offs,
             hand_off_ns=hand_off_ns(),
+            weight_nodes=tuple(nodes),
         )
         for rank in range(shape.processes)
     ]

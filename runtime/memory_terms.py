@@ -93,10 +93,11 @@ def host_plan_terms(config: DaemonConfig, program: Program, processes: int, cont
     place: Place = "shared" if processes else "private"
     dense, experts, tables = weight_bytes(program)
     brings = bool(tables and processes)  # a process of its own, for tables that may be larger than memory
+    held: Place = "private" if config.host_weights == "copy" and processes else "mapped"
     terms = [
         MemoryTerm("disk tables", tables, "disk"),
-        MemoryTerm("dense weights", dense, "mapped"),
-        MemoryTerm("host experts", experts, "mapped"),
+        MemoryTerm("dense weights", dense, held),
+        MemoryTerm("host experts", experts, held),
         MemoryTerm("processes", PROCESS_BYTES * (1 + processes + brings), "private"),
     ]
     if brings:

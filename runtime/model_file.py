@@ -10,7 +10,7 @@ import math
 import mmap
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -128,15 +128,22 @@ class ModelFile:
         """Bytes of all shards."""
         return sum(container.size for container in self._containers)
 
-    def map_pages(self, seconds: float, besides: Collection[str] = ()) -> bool:
+    def map_pages(
+        self,
+        seconds: float,
+        besides: Collection[str] = (),
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> bool:
         """Maps all pages of the file now, so that no later access has to; whether it did. The tensors named `besides`
         are left out, but for their first and last page.
 
         Reads what is not in the page cache. Stops after about `seconds`; does nothing for a file that would not stay in
-        memory, nor on a kernel without MADV_POPULATE_READ (before 5.14).
+        memory, nor on a kernel without MADV_POPULATE_READ (before 5.14). `progress(done, total)` in bytes.
         """
-        if self.size - sum(self.tensors[name].nbytes for name in besides) > available_memory() * _SHARE_OF_MEMORY:
+        total = self.size - sum(self.tensors[name].nbytes for name in besides)
+        if total > available_memory() * _SHARE_OF_MEMORY:
             return False
+        done = 0
         end = time.monotonic() + seconds
         for container in self._containers:
             holes = sorted((entry.offset, entry.nbytes) for entry in container.entries if entry.name in besides)
@@ -149,6 +156,8 @@ class ModelFile:
                         container.mapping.madvise(_POPULATE_READ, start, min(_MAP_CHUNK, offset - start))
                     except OSError:
                         return False
+                    done += min(_MAP_CHUNK, offset - start)
+                    progress(min(done, total), total)
                 begin = (offset + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         return True
 

@@ -18,10 +18,11 @@ from bloomery.runtime.card_probe import CardRoom, may_have_card, probe_cards
 from bloomery.runtime.daemon_config import DaemonConfig
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.expert_tiers import ExpertTiers
+from bloomery.runtime.host_weights import copy_pays
 from bloomery.runtime.hot_list import HotList
 from bloomery.runtime.memory_limits import available_memory
 from bloomery.runtime.memory_terms import REFERENCE_WEIGHT_BYTES as REFERENCE_WEIGHT_BYTES
-from bloomery.runtime.memory_terms import MemoryTerm, card_cache_bytes, card_plan_terms, host_plan_terms
+from bloomery.runtime.memory_terms import MemoryTerm, card_cache_bytes, card_plan_terms, host_plan_terms, weight_bytes
 from bloomery.runtime.program import Program
 from bloomery.runtime.runtime_files import SHARED_MEMORY
 from bloomery.runtime.topology import default_processes
@@ -34,6 +35,8 @@ LATER_PLANS = {
     "bp": "plan a, with the other cards as tiers of experts",
 }
 LEAST_CONTEXT = 256
+COPY_SHARE = 0.8
+"""Of the free memory, what a program may take whose weights are copied although nobody asked for it."""
 AUTO_CONTEXT_SHARE = 0.5
 """Of the memory that is left, what caches of a context that nobody asked for may take."""
 TIERED_CONTEXT_SHARE = 0.125
@@ -89,6 +92,7 @@ class Plan:
     card: CardRoom | None = None
     tiers: ExpertTiers | None = None
     note: str = ""
+    host_weights: str = "mmap"
 
     def total(self, *places: str) -> int:
         """Bytes of the terms in some places; of all that take memory without arguments."""
@@ -117,6 +121,10 @@ def make_plan(config: DaemonConfig, program: Program, room: MemoryRoom, hot: Hot
             "slots and prompt block are at least 1, context is at least 0 (0: chosen)",
         )
     check_cache_type(program, config.cache_type)
+    if config.host_weights not in ("auto", "copy", "mmap"):
+        raise PlanError(
+            f"host weights {config.host_weights!r} are none of auto, copy and mmap", "use --host-weights auto"
+        )
     if config.plan == "a":
         return _card_plan(config, program, room, hot)
     if config.plan == "cpu" or config.executor == "reference":
@@ -133,6 +141,10 @@ def _host_plan(config: DaemonConfig, program: Program, room: MemoryRoom, hot: Ho
     if hot is not None:
         log.info("plan cpu places no experts: %s changes nothing", hot.path)
     processes = 0 if config.executor == "reference" else config.processes or default_processes()
+    if config.host_weights == "copy" and not processes:
+        raise PlanError("the reference executor copies no weights", "leave out --host-weights")
+    if config.host_weights == "auto":
+        config = replace(config, host_weights="copy" if _copy_fits(config, program, processes, room) else "mmap")
 
     def terms(context: int) -> tuple[MemoryTerm, ...]:
         return host_plan_terms(config, program, processes, context)
@@ -146,9 +158,28 @@ def _host_plan(config: DaemonConfig, program: Program, room: MemoryRoom, hot: Ho
 
     context = config.context or _greatest_context(program.context_length, fits)
     digest = _digest("cpu", config, program, "")
-    plan = Plan("cpu", digest, context, config.slots, config.prompt_block, processes, terms(context), note=note)
+    plan = Plan(
+        "cpu",
+        digest,
+        context,
+        config.slots,
+        config.prompt_block,
+        processes,
+        terms(context),
+        note=note,
+        host_weights=config.host_weights,
+    )
     _refuse_what_does_not_fit(plan, room)
     return _with_snapshots(config, plan, room)
+
+
+def _copy_fits(config: DaemonConfig, program: Program, processes: int, room: MemoryRoom) -> bool:
+    """Whether weights are better copied, and there is plenty of room for that."""
+    dense, experts, _ = weight_bytes(program)
+    if not processes or not copy_pays(dense + experts, processes):
+        return False
+    least = host_plan_terms(replace(config, host_weights="copy"), program, processes, config.context or LEAST_CONTEXT)
+    return sum(term.nbytes for term in least if term.place != "disk") <= COPY_SHARE * room.memory
 
 
 def _card_plan(config: DaemonConfig, program: Program, room: MemoryRoom, hot: HotList | None) -> Plan:
@@ -157,6 +188,8 @@ def _card_plan(config: DaemonConfig, program: Program, room: MemoryRoom, hot: Ho
         raise PlanError("the reference executor runs on the host", "use --plan cpu with --executor reference")
     if not room.cards:
         raise PlanError("plan a needs a card, and there is none", "run with --plan cpu")
+    if config.host_weights == "copy":
+        raise PlanError("plan a maps the experts that stay on the host", "leave out --host-weights, or use --plan cpu")
     if config.cache_type == "q8_0":
         raise PlanError("caches of q8_0 are for plan cpu: cards have f16, f32", "use --cache-type f16 or --plan cpu")
     card = max(room.cards, key=lambda card: (card.free, -card.number))

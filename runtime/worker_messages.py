@@ -39,7 +39,8 @@ class WorkerStart:
     `architectures.load_program`'s; with `keep_choices` the program leaves the routers' choices behind
     (`router_choices`).
     `architectures.load_program`'s. Beside a card: `hand_offs` are the numbers of the routed layers with experts on the
-    host, `hand_off_ns` is how long a side waits for the other inside a step.
+    host, `hand_off_ns` is how long a side waits for the other inside a step. `weight_nodes` are the NUMA nodes of
+    the ranks; `weight_files` those of a copy of the weights (`host_weights`), none where they are mapped.
     """
 
     rank: int
@@ -60,6 +61,8 @@ class WorkerStart:
     keep_choices: bool
     hand_offs: tuple[int, ...] = ()
     hand_off_ns: int = 0
+    weight_nodes: tuple[int, ...] = ()
+    weight_files: tuple[str, ...] = ()
 
     MODULE: ClassVar[str] = "bloomery.cpu_experts"
     TITLE: ClassVar[str] = "CPU-expert worker"
@@ -75,7 +78,7 @@ class WorkerStart:
     @classmethod
     def from_json(cls, text: str) -> Self:
         fields = json.loads(text)
-        lists = {name: tuple(fields[name]) for name in ("taps", "hand_offs")}
+        lists = {name: tuple(fields[name]) for name in ("taps", "hand_offs", "weight_nodes", "weight_files")}
         return cls(**{**fields, **lists, "shape": ArenaShape(**fields["shape"])})
 
     @property

@@ -11,6 +11,7 @@ fail). The token STUCK in a step's first row keeps the last rank in stage 2 for 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -145,6 +146,9 @@ class RingWorkload:
             raise ModelFileError("ring.gguf: tensor ring.weight is bent", "unbend it")
         if self._settings.get("refuse") == "defect" and start.rank == 1:
             raise ZeroDivisionError("one rank only")
+
+    def map_weights(self, progress: Callable[[int, int], None]) -> None:
+        pass
 
     def stages(self, context: LoweringContext) -> list[Stage]:
         if self._settings.get("refuse") == "plan":

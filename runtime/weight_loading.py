@@ -1,0 +1,173 @@
+"""Weights read from files into shared memory: by several threads, with progress, past the page cache.
+
+Owns how files are read: what is in the page cache already is taken from there, everything else by O_DIRECT, or where a
+file system has none, through the cache with its pages dropped afterwards, so that a load does not take memory twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION as FIRST_ERROR
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Final
+
+from bloomery.runtime.errors import ModelFileError
+from bloomery.runtime.host_weights import (
+    HUGE_PAGE,
+    PAGE,
+    Extent,
+    HostWeights,
+    copied_tensors,
+    lock_mapped,
+)
+from bloomery.runtime.program import Program
+
+CHUNK: Final = 8 << 20
+"""Bytes that a thread reads at once: several huge pages."""
+READERS: Final = 4
+DIRECT: Final = os.O_DIRECT
+ENOUGH_HUGE: Final = 0.9
+SMALL_PAGE_COST: Final = 30
+"""Percent, of kernels with one stream (docs/performance.md)."""
+
+Progress = Callable[[str, int, int], None]
+
+log = logging.getLogger(__name__)
+
+
+def fill_weights(weights: HostWeights, progress: Progress) -> None:
+    """`load_weights`, and says once what was not to be had."""
+    load_weights(weights, progress)
+    weights.huge = weights.huge_share()
+    if weights.huge < ENOUGH_HUGE and weights.layout.nbytes >= 64 * HUGE_PAGE:
+        log.warning(
+            "%.0f %% of the copied weights lie in 4 KiB pages, which costs decoding up to %d %%; "
+            "as root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
+            100 * (1 - weights.huge),
+            SMALL_PAGE_COST,
+        )
+
+
+def lock_weights(program: Program, weights: HostWeights | None) -> None:
+    """Keeps weights from being swapped or dropped, copy or mapped file. Says once if that is not allowed."""
+    reason = weights.lock() if weights else lock_mapped(copied_tensors(program))
+    if reason:
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        log.warning(
+            "weights are not locked in memory (%s; ulimit -l is %d KiB): the kernel may drop or swap them, and steps"
+            " then wait for the disk",
+            reason,
+            limit // 1024,
+        )
+
+
+def load_weights(weights: HostWeights, progress: Progress, readers: int = READERS) -> None:
+    """Fills the range. ModelFileError for a file that cannot be read or has become shorter, PlanError where memory runs
+    out; in both cases the caller closes the segments. `progress("weights", bytes, all bytes)`."""
+    total = weights.layout.nbytes
+    done, stop, lock = [0], threading.Event(), threading.Lock()
+
+    def read(file: _File, extent: Extent, at: int) -> None:
+        if stop.is_set():
+            return
+        nbytes = min(CHUNK, extent.nbytes - at)
+        weights.populate(extent.place + at, nbytes)
+        file.read(extent.offset + at, weights.memory(extent.place + at, nbytes), min(nbytes, extent.data - at))
+        with lock:
+            done[0] += nbytes
+
+    with contextlib.ExitStack() as files, ThreadPoolExecutor(readers, "bloomery-weights") as pool:
+        opened = {path: files.enter_context(_File(path)) for path in {extent.path for extent in weights.layout.extents}}
+        waiting = {
+            pool.submit(read, opened[extent.path], extent, at)
+            for extent in weights.layout.extents
+            for at in range(0, extent.nbytes, CHUNK)
+        }
+        try:
+            while waiting:
+                progress("weights", done[0], total)
+                finished, waiting = wait(waiting, timeout=0.1, return_when=FIRST_ERROR)
+                for future in finished:
+                    future.result()
+        finally:
+            stop.set()
+    progress("weights", total, total)
+
+
+class _File:
+    """A file that is read past the page cache."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._cached = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise self._error(error) from error
+        try:
+            self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | DIRECT) if DIRECT else -1
+        except OSError:
+            self._direct = -1
+
+    def __enter__(self) -> _File:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in (self._cached, self._direct):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def read(self, offset: int, out: memoryview, wanted: int) -> None:
+        """Bytes from `offset`, a whole page, on: `wanted` at least, whole pages where the file has them."""
+        done = 0
+        for count in self._counts(offset, out, wanted):
+            done += count
+            if count == 0:
+                break
+        if done < wanted:
+            raise ModelFileError(
+                f"{self.path}: {wanted - done} bytes are missing from byte {offset + done} on; the file has become"
+                " shorter since it was opened",
+                "do not change a model file while it is loaded; copy or download it again",
+            )
+
+    def _counts(self, offset: int, out: memoryview, wanted: int) -> Iterator[int]:
+        done = self._from_cache(offset, out[:wanted])
+        yield from [done] if done else []
+        while done < wanted:
+            try:
+                count = self._from_disk(offset + done, out[done:], wanted - done)
+            except OSError as error:
+                raise self._error(error) from error
+            done += count
+            yield count
+
+    def _from_cache(self, offset: int, out: memoryview) -> int:
+        """Whole pages that were there without reading."""
+        try:
+            count = os.preadv(self._cached, [out], offset, os.RWF_NOWAIT)
+        except OSError:  # not there, or a file system that cannot tell
+            return 0
+        return count if count == len(out) else count // PAGE * PAGE
+
+    def _from_disk(self, offset: int, out: memoryview, wanted: int) -> int:
+        if self._direct >= 0:
+            try:
+                count = os.preadv(self._direct, [out], offset)
+                return min(count, wanted) if count >= wanted else count // PAGE * PAGE
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._direct = -1  # the file system has other alignments
+        count = os.preadv(self._cached, [out[:wanted]], offset)
+        os.posix_fadvise(self._cached, offset, count, os.POSIX_FADV_DONTNEED)
+        return count
+
+    def _error(self, error: OSError) -> ModelFileError:
+        return ModelFileError(f"{self.path}: cannot be read: {error.strerror}", "check the disk and the permissions")
