@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +31,9 @@ class DelayedExperts:
         self._inner = expert_workload.load(start)
         self.program = self._inner.program
         self._delay: Any = None
+
+    def map_weights(self, progress: Callable[[int, int], None]) -> None:
+        self._inner.map_weights(progress)
 
     def stages(self, context: LoweringContext) -> list[Stage]:
         out: list[Stage] = []

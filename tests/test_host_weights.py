@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracle_data import quantised_file
+from load_peak import PROCESS_BYTES, peak_of_load
+from oracle_data import quantised_file, trained_file
 from pool_kit import left_behind, worker_children
 from test_pool_models import evaluate, vocabulary_of
 
@@ -105,8 +106,9 @@ def test_copies_give_the_bits_of_mapped_weights_and_leave_nothing() -> None:
         assert segments() == []
     finally:
         with_mmap.close()
+    seen: list[tuple[str, int, int]] = []
     for processes, topology in ((2, None), (3, two_nodes())):
-        seen: list[tuple[str, int, int]] = []
+        seen.clear()
         options: dict[str, Any] = {"progress": lambda *facts: seen.append(facts), "mlock": True, "topology": topology}
         pool = start(path, processes, host_weights="copy", **options)
         try:
@@ -219,3 +221,9 @@ def test_auto_copies_where_that_gives_huge_pages_or_near_memory(tmp_path: Path) 
     (tmp_path / "sys/devices/system/cpu").mkdir(parents=True)
     (tmp_path / "sys/devices/system/cpu/online").write_text("0-1\n")
     assert copy_pays(large, 2, tmp_path, [0, 1]) and not copy_pays(large, 1, tmp_path, [0, 1])
+
+
+def test_a_load_takes_the_weights_once() -> None:
+    """At most 5 % more than the weights, and 200 MB a process."""
+    peak, weights = peak_of_load(trained_file("tiny-qwen3moe-Q4_K_M"), 2, host_weights="copy")
+    assert weights <= peak <= 1.05 * weights + 3 * PROCESS_BYTES
