@@ -1,14 +1,17 @@
 """Weights read from files into shared memory: by several threads, with progress, past the page cache.
 
-Owns how files are read: what is in the page cache already is taken from there, everything else by O_DIRECT, or where a
-file system has none, through the cache with its pages dropped afterwards, so that a load does not take memory twice.
+Owns how files are read: chunks that are whole in the page cache (mincore) are taken from there, all others by O_DIRECT,
+or where a file system has none, through the cache with their pages dropped afterwards, so that a load does not take
+memory twice. Trying the cache first (RWF_NOWAIT) would not do: that starts read-ahead of what is not there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import logging
+import mmap
 import os
 import resource
 import threading
@@ -17,6 +20,8 @@ from concurrent.futures import FIRST_EXCEPTION as FIRST_ERROR
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Final
+
+import numpy as np
 
 from bloomery.runtime.errors import ModelFileError
 from bloomery.runtime.host_weights import (
@@ -40,6 +45,9 @@ SMALL_PAGE_COST: Final = 30
 Progress = Callable[[str, int, int], None]
 
 log = logging.getLogger(__name__)
+
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 def fill_weights(weights: HostWeights, progress: Progress) -> None:
@@ -110,6 +118,9 @@ class _File:
             self._cached = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise self._error(error) from error
+        self._pages = np.empty(0, np.uint8)
+        with contextlib.suppress(OSError, ValueError):  # no mapping, as of an empty file: then nothing counts as cached
+            self._pages = np.frombuffer(mmap.mmap(self._cached, 0, prot=mmap.PROT_READ), np.uint8)
         try:
             self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | DIRECT) if DIRECT else -1
         except OSError:
@@ -149,12 +160,23 @@ class _File:
             yield count
 
     def _from_cache(self, offset: int, out: memoryview) -> int:
-        """Whole pages that were there without reading."""
+        """Whole pages that were there without reading; 0 unless all were."""
+        if not self._resident(offset, len(out)):
+            return 0
         try:
             count = os.preadv(self._cached, [out], offset, os.RWF_NOWAIT)
         except OSError:  # not there, or a file system that cannot tell
             return 0
         return count if count == len(out) else count // PAGE * PAGE
+
+    def _resident(self, offset: int, nbytes: int) -> bool:
+        """Whether the page cache has all of this. Of another user's file that this one may not write the kernel says
+        always yes."""
+        if offset + nbytes > len(self._pages):
+            return False
+        flags = np.zeros(-(-nbytes // PAGE), np.uint8)
+        status = _libc.mincore(self._pages.ctypes.data + offset, nbytes, flags.ctypes.data)
+        return status == 0 and bool((flags & 1).all())
 
     def _from_disk(self, offset: int, out: memoryview, wanted: int) -> int:
         if self._direct >= 0:
