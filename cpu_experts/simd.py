@@ -357,11 +357,12 @@ class Emitter:
         pairs = [self.fadd(self.lane(value, index), self.lane(value, index + 1)) for index in range(0, 8, 2)]
         return self.fadd(self.fadd(pairs[0], pairs[1]), self.fadd(pairs[2], pairs[3]))
 
-    def exp(self, x: Value) -> Value:
+    def exp(self, x: Value, at_most_zero: bool = False) -> Value:
         """e^x of f32 lanes within 1 unit in the last place (measured: tests); 0 below -87.33, infinity above 88.72.
 
         x = n ln 2 + r with |r| <= ln 2 / 2, ln 2 split in two so that r is exact to the last bit; a polynomial of
         degree 6 for e^r (minimax relative error 3.1e-9); 2^n applied in two halves so that neither overflows early.
+        Where no x is above 0, n is at least -126 and one will do: the same numbers by fewer steps.
         """
         f, i = (vector(element, x.type.count) for element in ("f32", "i32"))
         magic = self.splat_constant(f, 12582912.0)  # 1.5 * 2^23: adding it rounds to an integer
@@ -374,12 +375,14 @@ class Emitter:
             result = self.fma(result, r, self.splat_constant(f, _f32(coefficient)))
         power = self.sub(self.as_(i, shifted), self.as_(i, magic))
         half = self.b.ashr(power, self.splat_constant(i, 1))
-        for exponent in (half, self.sub(power, half)):
+        for exponent in (power,) if at_most_zero else (half, self.sub(power, half)):
             biased = self.add(exponent, self.splat_constant(i, 127))
             result = self.fmul(result, self.as_(f, self.shl(biased, 23)))
         below = self.b.fcmp_ordered("<", x, self.splat_constant(f, _f32(-87.33)))
         above = self.b.fcmp_ordered(">", x, self.splat_constant(f, _f32(88.7228)))
         result = self.b.select(below, self.zero(f), result)
+        if at_most_zero:  # a NaN has stayed one
+            return result
         result = self.b.select(above, self.splat_constant(f, float("inf")), result)
         return self.b.select(self.b.fcmp_unordered("uno", x, x), x, result)
 

@@ -151,6 +151,26 @@ def test_exp_is_within_one_unit_in_the_last_place() -> None:
     np.testing.assert_array_equal(out, np.array([0, 0, 0, 1, np.inf, np.inf, np.inf, np.nan], np.float32))
 
 
+def test_exp_of_nothing_above_zero_is_the_same() -> None:
+    x = np.concatenate([-np.geomspace(1e-30, 104, 8 * 2000), np.linspace(-87.4, 0, 8 * 2000)]).astype(np.float32)
+    x[:8] = [-np.inf, -1e30, -87.33, np.nextafter(np.float32(-87.33), np.float32(0)), -0.0, 0, np.nan, -88.0]
+
+    def both(s: Emitter, a: Value, o: Value, n: Value) -> None:
+        def step(index: Value, _: list[Value]) -> list[Value]:
+            at = s.mul(index, index.type(32))
+            values = s.load(f32x8, s.add(a, at))
+            s.store(s.exp(values), s.add(o, at))
+            s.store(s.exp(values, at_most_zero=True), s.add(s.add(o, at), at.type(x.nbytes)))
+            return []
+
+        s.loop(n, [], step)
+
+    out = np.empty((2, x.size), np.float32)
+    run(both, x, out=out, count=x.size // 8)
+    np.testing.assert_array_equal(out[1], out[0])
+    assert (out[0] > 0).sum() > x.size // 2
+
+
 @pytest.mark.skipif(isa.AVX512VNNI not in isa.available_isas(), reason="needs AVX-512-VNNI")
 @pytest.mark.parametrize("lanes", [8, 16])
 def test_vnni_products_do_not_saturate(lanes: int) -> None:

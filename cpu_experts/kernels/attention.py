@@ -115,6 +115,12 @@ def _greatest_8(s: Emitter, scores: Value, count: Value, greatest: Value) -> Val
     return s.fmax(_or_lowest(s, scores, count), greatest)
 
 
+@emits(f32x8, _INT, f32x8)
+def _greatest_16(s: Emitter, scores: Value, greatest: Value) -> Value:
+    values = s.load(f32x16, scores)
+    return s.fmax(s.high(values), s.fmax(s.low(values), greatest))
+
+
 @emits(types.float32, f32x8)
 def _greatest(s: Emitter, value: Value) -> Value:
     value = s.fmax(s.low(value), s.high(value))
@@ -124,7 +130,7 @@ def _greatest(s: Emitter, value: Value) -> Value:
 
 @emits(f32x8, _INT, _INT, types.float32, f32x8)
 def _weights_8(s: Emitter, scores: Value, count: Value, greatest: Value, total: Value) -> Value:
-    weights = s.exp(s.fsub(_or_lowest(s, scores, count), s.splat(f32x8, greatest)))
+    weights = s.exp(s.fsub(_or_lowest(s, scores, count), s.splat(f32x8, greatest)), at_most_zero=True)
     s.store(weights, scores)
     return s.fadd(total, weights)
 
@@ -132,7 +138,7 @@ def _weights_8(s: Emitter, scores: Value, count: Value, greatest: Value, total: 
 @emits(f32x8, _INT, types.float32, f32x8)
 def _weights_16(s: Emitter, scores: Value, greatest: Value, total: Value) -> Value:
     """The same for 16 positions: the lanes of the total take the lower eight first."""
-    weights = s.exp(s.fsub(s.load(f32x16, scores), s.splat(f32x16, greatest)))
+    weights = s.exp(s.fsub(s.load(f32x16, scores), s.splat(f32x16, greatest)), at_most_zero=True)
     s.store(weights, scores)
     return s.fadd(s.fadd(total, s.low(weights)), s.high(weights))
 
@@ -197,7 +203,9 @@ def _softmax(name: str) -> Callable[[int, int], None]:
     @inlined
     def softmax(scores: int, seen: int) -> None:
         best, whole = _lowest(), seen // 16 * 16
-        for position in range(0, seen, 8):
+        for position in range(0, whole, 16):
+            best = _greatest_16(scores + 4 * position, best)
+        for position in range(whole, seen, 8):
             best = _greatest_8(scores + 4 * position, seen - position, best)
         greatest = _greatest(best)
         sums = _nothing()
@@ -288,7 +296,9 @@ def _heads_of_row(name: str) -> Callable[..., None]:
         key_lines = (bytes_of(kv_heads * key_width) + 63) // 64
         value_lines = (bytes_of(kv_heads * value_width) + 63) // 64
         for position in range(0, seen, 4):
-            fetch_rows(keys + (position + AHEAD) * key_stride, key_stride, min(4, seen - position - AHEAD), key_lines)
+            ahead = keys + (position + AHEAD) * key_stride
+            if together == 1:
+                fetch_rows(ahead, key_stride, min(4, seen - position - AHEAD), key_lines)
             final = seen - 1
             k0 = keys + position * key_stride
             k1 = keys + min(position + 1, final) * key_stride
@@ -296,24 +306,25 @@ def _heads_of_row(name: str) -> Callable[..., None]:
             k3 = keys + min(position + 3, final) * key_stride
             for head in range(first, last, together):
                 at = bytes_of((head // group - kv_first) * key_width)
-                place = head - first
                 scores_of(
-                    k0 + at, k1 + at, k2 + at, k3 + at, scratch + 4 * place * key_width, 4 * key_width, blocks,
-                    scores + place * score_row + 4 * position, score_row, scale,
+                    k0 + at, k1 + at, k2 + at, k3 + at, scratch + 4 * (head - first) * key_width, 4 * key_width, blocks,
+                    scores + (head - first) * score_row + 4 * position, score_row, ahead + at, key_stride, scale,
                 )  # fmt: skip
         for head in range(first, last):
             softmax(scores + (head - first) * score_row, seen)
+        ahead = AHEAD * value_stride
         for position in range(0, seen, AHEAD):
             count = min(AHEAD, seen - position)
             start = values + position * value_stride
-            fetch_rows(start + AHEAD * value_stride, value_stride, min(AHEAD, seen - position - AHEAD), value_lines)
+            if together == 1:
+                fetch_rows(start + ahead, value_stride, min(AHEAD, seen - position - AHEAD), value_lines)
             for head in range(first, last, together):
                 at = start + bytes_of((head // group - kv_first) * value_width)
                 weights = scores + (head - first) * score_row + 4 * position
                 for column in range(0, value_width, COLUMNS):
                     outputs_of(
                         at + bytes_of(column), value_stride, count, weights, score_row,
-                        out + head * out_head + 4 * column, out_head,
+                        out + head * out_head + 4 * column, out_head, ahead,
                     )  # fmt: skip
 
     made: Callable[..., None] = heads_of_row
@@ -378,8 +389,9 @@ def attention(cache_type: str) -> Callable[[int, int, int, int], None]:
             many_rows(args, rank, ranks, rows, slots, positions, scale)
             return
         tiled = key_width % LANES == 0 and value_width % COLUMNS == 0 and group % together == 0
-        if rows * heads < 2 * together * ranks:
-            tiled = False  # too few tiles: every rank should have work
+        in_tiles = (rows * heads // together + ranks - 1) // ranks * together  # heads of the rank with most
+        if together > 1 and in_tiles >= 2 * ((rows * heads + ranks - 1) // ranks):
+            tiled = False  # a head by itself takes twice the time that it takes in a tile
         chunk = together if tiled else 1
         tiles = heads // chunk
         unit, end = share_start(rows * tiles, rank, ranks), share_end(rows * tiles, rank, ranks)

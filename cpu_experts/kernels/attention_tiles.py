@@ -6,12 +6,13 @@ operations is untouched, so that the results do not depend on how queries are pu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from numba import types
 
 from bloomery.cpu_experts.isa import AVX512VNNI, at_least, prefetch_distance
-from bloomery.cpu_experts.kernels.cache_rows import load_cached
+from bloomery.cpu_experts.kernels.cache_rows import CACHE_BLOCKS, load_cached
 from bloomery.cpu_experts.kernels.float_dots import LANES, f32x16
 from bloomery.cpu_experts.kernels.layouts import ATTENTION_HEADS
 from bloomery.cpu_experts.simd import Emitter, Value, emits, f32x4, vector
@@ -48,17 +49,41 @@ def round_queries(name: str) -> Any:
     return copy
 
 
+def _sums_16(s: Emitter, parts: Sequence[Value]) -> Value:
+    """The totals of 16 vectors of lanes, each in the tree of `float_dots`: lane 4i + j is that of part 4i + j."""
+
+    def pairs(first: Value, second: Value, lanes: Sequence[int], distance: int) -> Value:
+        """Lanes (16 and up: the second's) plus those that lie `distance` behind them."""
+        return s.fadd(s.shuffle(first, second, lanes), s.shuffle(first, second, [lane + distance for lane in lanes]))
+
+    eight = [*range(8), *range(16, 24)]
+    even = [quarter + lane for quarter in range(0, 16, 4) for lane in (0, 2, 16, 18)]
+    fours = [quarter + lane for quarter in (0, 8, 16, 24) for lane in range(4)]
+    sums = [parts[8 * half + 4 * (place % 2) + place // 2] for half in range(2) for place in range(8)]
+    for lanes, distance in ((eight, 8), (even, 1), (even, 1), (fours, 4)):
+        sums = [pairs(sums[place], sums[place + 1], lanes, distance) for place in range(0, len(sums), 2)]
+    return sums[0]
+
+
 def score_tile(name: str) -> Any:
     """Numba function (k0, k1, k2, k3, queries, bytes between queries, blocks of 16, scores, bytes between score rows,
-    scale): four keys' scores for each query of a tile."""
-    heads = heads_together()
+    following, bytes between keys, scale): four keys' scores for each query of a tile.
 
-    @emits(types.void, *[_INT] * 9, types.float64)
+    Meanwhile memory is asked for four keys from `following` on, a few lines at a time: a core stands still while it
+    waits for more lines than it can count. A tile of a single query is too little work for that."""
+    heads = heads_together()
+    elements, nbytes = CACHE_BLOCKS[name]
+
+    @emits(types.void, *[_INT] * 11, types.float64)
     def tile(s: Emitter, *words: Value) -> None:
-        keys, (queries, distance, blocks, scores, row, scale) = words[:4], words[4:]
+        keys, (queries, distance, blocks, scores, row, following, stride, scale) = words[:4], words[4:]
 
         def step(index: Value, lanes: list[Value]) -> list[Value]:
             first = s.mul(index, index.type(LANES))
+            if heads > 1 and prefetch_distance():
+                line = s.add(following, s.b.udiv(s.mul(first, first.type(nbytes)), first.type(elements)))
+                for key in range(4):
+                    s.prefetch(s.add(line, s.mul(stride, stride.type(key))))
             wide = [load_cached(s, name, key, first) for key in keys]
             at = s.add(queries, s.mul(index, index.type(4 * LANES)))
             loaded = [s.load(f32x16, s.add(at, s.mul(distance, distance.type(head)))) for head in range(heads)]
@@ -69,26 +94,34 @@ def score_tile(name: str) -> Any:
             ]
 
         lanes = s.loop(blocks, [s.zero(f32x16)] * (4 * heads), step)
-        factor = s.splat(f32x4, s.b.fptrunc(scale, f32x4.ir.element))
+        factor = s.b.fptrunc(scale, f32x4.ir.element)
+        if heads == 1:
+            halves = [s.fadd(s.low(part), s.high(part)) for part in lanes]
+            s.store(s.fmul(s.float_sum4(*halves), s.splat(f32x4, factor)), scores)
+            return
+        totals = s.fmul(_sums_16(s, lanes), s.splat(f32x16, factor))
         for head in range(heads):
-            halves = [s.fadd(s.low(part), s.high(part)) for part in lanes[4 * head : 4 * head + 4]]
-            at = s.add(scores, s.mul(row, row.type(head)))
-            s.store(s.fmul(s.float_sum4(*halves), factor), at)
+            s.store(s.lanes(totals, range(4 * head, 4 * head + 4)), s.add(scores, s.mul(row, row.type(head))))
 
     return tile
 
 
 def value_tile(name: str) -> Any:
     """Numba function (values, bytes between their rows, positions, weights, bytes between weight rows, out, bytes
-    between heads of out): adds these positions' part of COLUMNS columns to the outputs of each query of a tile."""
+    between heads of out, ahead): adds these positions' part of COLUMNS columns to the outputs of each query of a tile.
+    Meanwhile memory is asked for what lies `ahead` bytes behind (not if the tile is a single query)."""
     heads, parts = heads_together(), COLUMNS // LANES
+    elements, nbytes = CACHE_BLOCKS[name]
+    lines = range(0, COLUMNS // elements * nbytes, 64) if heads > 1 and prefetch_distance() else range(0)
 
-    @emits(types.void, *[_INT] * 7)
+    @emits(types.void, *[_INT] * 8)
     def tile(s: Emitter, *words: Value) -> None:
-        values, stride, positions, weights, row, out, distance = words
+        values, stride, positions, weights, row, out, distance, ahead = words
 
         def step(index: Value, totals: list[Value]) -> list[Value]:
             at = s.add(values, s.mul(index, stride))
+            for line in lines:
+                s.prefetch(s.add(at, ahead), line)
             wide = [load_cached(s, name, at, LANES * part) for part in range(parts)]
             at = s.add(weights, s.mul(index, index.type(4)))
             shares = [s.load_scalar("f32", s.add(at, s.mul(row, row.type(head)))) for head in range(heads)]
