@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from bloomery.runtime.process_tree import signal_name
 log = logging.getLogger(__name__)
 
 STOP_SECONDS = 10.0
+_STOPPED = (0, -signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT)  # ends that were asked for
 _ERROR_TYPES: dict[str, type[BloomeryError]] = {
     kind.__name__: kind
     for kind in (errors.ModelFileError, errors.PlanError, errors.WorkerLost, endpoints.EndpointError)
@@ -84,6 +86,9 @@ class PrivateDaemon:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        else:
+            # one that dies while its threads still exit is no zombie yet when it is polled
+            ended = ended or self._process.returncode not in _STOPPED
         self._log.join(1.0)
         assert self._process.stdout is not None
         self._process.stdout.close()
