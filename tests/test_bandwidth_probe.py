@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from bloomery.launcher import probe
+from bloomery.launcher import plots, probe
 from bloomery.launcher.tables import new_console
 from bloomery.runtime import probe_kernels
 from bloomery.runtime.bandwidth_probe import (
@@ -154,7 +154,7 @@ def test_plot_draws_a_picture(report: BandwidthReport, tmp_path: Path) -> None:
 def test_plot_without_matplotlib_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(probe, "find_spec", lambda name: None)
+    monkeypatch.setattr(plots, "find_spec", lambda name: None)
     assert probe.main(["bandwidth", "--plot", "p.png"]) == 1
     assert "pip install 'bloomery[plot]'" in capsys.readouterr().err
 
