@@ -162,7 +162,7 @@ def test_files_of_a_trace(tmp_path: Path) -> None:
     [
         ([], "no text"),
         (["-f", "nowhere.txt"], "nowhere.txt"),
-        (["-f", "README.md", "--cache-plot", "x.png"], "has no n-gram tables"),
+        (["--demo", "tiny-qwen3moe", "-f", "README.md", "--cache-plot", "x.png"], "has no n-gram tables"),
         (["-f", "README.md", "--plot", "x.bmp"], "unknown kind of picture"),
         (["-f", "README.md", "-o", "no/folder/x.hot"], "its folder does not exist"),
         (["-f", "README.md", "-f", "README.md", "-f", "README.md"], "is named twice"),
