@@ -145,8 +145,9 @@ class Worker:
         control, words = arena.address("control"), private.ctypes.data
         step_data = (control, arena.address("record"), table.ctypes.data, len(table), words)
         while interpreter.serve(*step_data, start.rank, start.shape.processes) != interpreter.Reason.STOPPED:
-            if interpreter.prepare_to_sleep(control, words, start.rank):
-                self._link.sleep()
+            # nobody rang: it sleeps on; to watch again, every second, would be most of what an idle worker does
+            while interpreter.prepare_to_sleep(control, words, start.rank) and not self._link.sleep():
+                pass
             interpreter.wake_up(control, start.rank)
             self._link.silence()
 

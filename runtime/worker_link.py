@@ -29,9 +29,9 @@ class Link:
         """The next message."""
         return decode(self._socket.recv())
 
-    def sleep(self) -> None:
-        """Sleeps until the doorbell rings, or a second has passed."""
-        self._socket.poll(_LONGEST_SLEEP_MS)
+    def sleep(self) -> bool:
+        """Sleeps until the doorbell rings, or a second has passed; whether it rang."""
+        return bool(self._socket.poll(_LONGEST_SLEEP_MS))
 
     def take(self, milliseconds: int) -> list[dict[str, Any]]:
         """The messages that have come or come within the time; doorbells are taken and forgotten."""
