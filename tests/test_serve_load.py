@@ -13,7 +13,7 @@ from serving import serving
 
 def test_streams_are_their_solo_runs_and_nothing_leaks() -> None:
     with serving(
-        "--demo", "tiny-qwen3moe", "--threads", "1", "--parallel", "6", "-c", "1536", "--queue", "64", "--metrics"
+        "--demo", "tiny-qwen3moe", "--threads", "1", "--parallel", "6", "-c", "6144", "--queue", "64", "--metrics"
     ) as server:
         figures = asyncio.run(load(server.port, server.process.pid, clients=20, seconds=3, kinds=8))
     assert figures["failures"] == []
