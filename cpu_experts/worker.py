@@ -7,14 +7,10 @@ step is `interpreter`'s.
 
 from __future__ import annotations
 
-import faulthandler
 import importlib
-import signal
-import traceback
 from typing import Any
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 from bloomery.cpu_experts import interpreter
@@ -23,11 +19,10 @@ from bloomery.cpu_experts.stage import STEP_TOKENS
 from bloomery.cpu_experts.workload import Workload
 from bloomery.runtime.arena import TICKS_PER_STAGE, Arena, ArenaLayout, Lowered
 from bloomery.runtime.host_weights import HostWeights, WeightLayout, copied_tensors
-from bloomery.runtime.process_tree import watch_parent
-from bloomery.runtime.runtime_files import unlink_owned
 from bloomery.runtime.step_record import LINE, RECORD_ARRAYS, STAGE_BITS, STEP, record_array_offset
+from bloomery.runtime.worker_life import live
 from bloomery.runtime.worker_link import Link
-from bloomery.runtime.worker_messages import WorkerStart, error_fields, lowered_of
+from bloomery.runtime.worker_messages import WorkerStart, lowered_of
 
 INTERPRETER = "interpreter"
 """Compiled like a kernel, by one worker for all."""
@@ -35,21 +30,7 @@ INTERPRETER = "interpreter"
 
 def run(start: WorkerStart) -> int:
     """The life of a worker; returns its exit status."""
-    faulthandler.enable()
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to whole groups: what they mean is the coordinator's affair
-        signal.signal(number, signal.SIG_IGN)
-    watch_parent(start.parent, lambda: unlink_owned(start.owner))
-    psutil.Process().cpu_affinity([start.cpu])
-    link = Link(start)
-    try:
-        Worker(start, link).serve_until_told()
-        return 0
-    except Exception as error:
-        traceback.print_exc()
-        link.send("error", **error_fields(error))
-        return 1
-    finally:
-        link.close()
+    return live(start, lambda link: Worker(start, link), pin=start.cpu)
 
 
 class Worker:

@@ -6,9 +6,7 @@ Owns the process's side of `bloomery.runtime.engram_record`. How rows are read i
 
 from __future__ import annotations
 
-import faulthandler
 import os
-import signal
 import threading
 import time
 import traceback
@@ -19,13 +17,12 @@ from bloomery.runtime.arena import Arena, ArenaLayout
 from bloomery.runtime.engram_record import EngramWords, engram_tables
 from bloomery.runtime.errors import BloomeryError
 from bloomery.runtime.futex import FutexWaiter
-from bloomery.runtime.process_tree import watch_parent
 from bloomery.runtime.router_choices import keep_choices
 from bloomery.runtime.row_reader import RowReader, RowTable
-from bloomery.runtime.runtime_files import unlink_owned
 from bloomery.runtime.step_record import STEP, STOP
+from bloomery.runtime.worker_life import live
 from bloomery.runtime.worker_link import Link
-from bloomery.runtime.worker_messages import EngramStart, error_fields, lowered_of
+from bloomery.runtime.worker_messages import EngramStart, lowered_of
 
 _SLEEP_SECONDS = 1.0
 """After which a sleeper looks whether it has been told to stop; a new step wakes it."""
@@ -33,20 +30,7 @@ _SLEEP_SECONDS = 1.0
 
 def run(start: EngramStart) -> int:
     """The life of the process; returns its exit status."""
-    faulthandler.enable()
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to whole groups: what they mean is the coordinator's affair
-        signal.signal(number, signal.SIG_IGN)
-    watch_parent(start.parent, lambda: unlink_owned(start.owner))
-    link = Link(start)
-    try:
-        EngramWorker(start, link).serve_until_told()
-        return 0
-    except Exception as error:
-        traceback.print_exc()
-        link.send("error", **error_fields(error))
-        return 1
-    finally:
-        link.close()
+    return live(start, lambda link: EngramWorker(start, link))
 
 
 class EngramWorker:

@@ -7,12 +7,9 @@ failure of the card ends it, with a message that names the op, and the coordinat
 
 from __future__ import annotations
 
-import faulthandler
 import importlib
-import signal
 import threading
 import time
-import traceback
 from typing import Any
 
 import numpy as np
@@ -22,13 +19,12 @@ from bloomery.runtime.arena import Arena, ArenaLayout, Lowered
 from bloomery.runtime.errors import StepAborted
 from bloomery.runtime.executor import StepResult
 from bloomery.runtime.futex import futex_wake
-from bloomery.runtime.process_tree import watch_parent
-from bloomery.runtime.runtime_files import unlink_owned
 from bloomery.runtime.slot_states import RowStore
 from bloomery.runtime.split_program import host_part
 from bloomery.runtime.step_record import RankWords, Status, StepRecord
+from bloomery.runtime.worker_life import live
 from bloomery.runtime.worker_link import Link
-from bloomery.runtime.worker_messages import CardStart, error_fields, lowered_of
+from bloomery.runtime.worker_messages import CardStart, lowered_of
 
 _PROGRESS_SECONDS = 0.1
 _ERRAND_MS = 2
@@ -36,20 +32,7 @@ _ERRAND_MS = 2
 
 def run(start: CardStart) -> int:
     """The life of a worker; returns its exit status."""
-    faulthandler.enable()
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to whole groups: what they mean is the coordinator's affair
-        signal.signal(number, signal.SIG_IGN)
-    watch_parent(start.parent, lambda: unlink_owned(start.owner))
-    link = Link(start)
-    try:
-        CardWorker(start, link).serve_until_told()
-        return 0
-    except Exception as error:
-        traceback.print_exc()
-        link.send("error", **error_fields(error))
-        return 1
-    finally:
-        link.close()
+    return live(start, lambda link: CardWorker(start, link))
 
 
 class CardWorker:
