@@ -53,7 +53,7 @@ def library(file: str, quant_type: str) -> ctypes.CDLL:
             arguments = [part.strip() for part in found.split(",")]
             names.append(pattern.format("_".join(arguments) if macro == "FLASH" else arguments[0]))
     cases = "\n".join(
-        f'    if (!strcmp(name, "{name}")) return call({name}, words, grid, threads, shared), 0;' for name in names
+        f'    if (!strcmp(name, "{name}")) return call({name}, words, grid, threads, shared) ? 0 : 2;' for name in names
     )
     text = (
         f'#include "{KIT / "emulator.h"}"\n#include "{KERNELS / f"{file}.cu"}"\nusing namespace emulated;\n'
@@ -61,7 +61,10 @@ def library(file: str, quant_type: str) -> ctypes.CDLL:
         f" unsigned threads, size_t shared) {{\n    const Three grid{{x, y, z}};\n{cases}\n    return 1;\n}}\n"
     )
     parts = [text, (KIT / "emulator.h").read_text(), *(p.read_text() for p in sorted(KERNELS.glob("*.cu*")))]
-    digest = hashlib.sha256("\0".join([*parts, quant_type]).encode()).hexdigest()[:20]
+    # without -fno-gnu-unique the loader gives the static memory of a template's functions to all libraries in common,
+    # though each quant type has its own size of it
+    options = ["-O1", "-w", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-gnu-unique"]
+    digest = hashlib.sha256("\0".join([*parts, *options, quant_type]).encode()).hexdigest()[:20]
     folder = cache_folder().parent / "emulated"
     folder.mkdir(exist_ok=True)
     to = folder / f"{file}-{quant_type}-{digest}.so"
@@ -69,10 +72,11 @@ def library(file: str, quant_type: str) -> ctypes.CDLL:
         unit, aside = folder / f"{to.stem}-{os.getpid()}.cpp", folder / f"{to.stem}-{os.getpid()}.aside"
         unit.write_text(text, encoding="utf-8")
         define = [f"-DQUANT={quant_type}"] if quant_type else []
-        options = ["-O1", "-w", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", f"-I{headers}", *define]
-        done = subprocess.run([compiler, *options, "-o", aside, unit], capture_output=True, text=True)
+        command = [compiler, *options, f"-I{headers}", *define, "-o", aside, unit]
+        done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[:3000]
         aside.rename(to)
+        unit.unlink()
     return ctypes.CDLL(str(to))
 
 
@@ -86,7 +90,8 @@ def run(launch: Launch) -> None:
         ctypes.c_uint(launch.threads),
         ctypes.c_size_t(launch.shared),
     )
-    assert status == 0, f"no kernel {name}"
+    assert status != 1, f"no kernel {name}"
+    assert status == 0, f"{name} of {launch.label} writes beyond its {launch.shared} bytes of shared memory"
 
 
 class EmulatedCard:

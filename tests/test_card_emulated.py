@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from card_stand import Bench, expected, tensor
-from emulated_card import EmulatedCard
+from emulated_card import EmulatedCard, library, run
 from kernel_references import product, random_weights
 from numpy.typing import NDArray
 from running import rows_of
@@ -33,6 +36,26 @@ def random(shape: tuple[int, ...], seed: int = 0) -> NDArray[np.float32]:
 def close(found: NDArray[np.float32], wanted: NDArray[np.floating], band: float = BAND) -> None:
     assert np.isfinite(found).all()
     assert np.abs(found - wanted).max() <= band * np.abs(wanted).max(), np.abs(found - wanted).max()
+
+
+def test_libraries_share_no_memory() -> None:
+    """Seen failing without -fno-gnu-unique: kernels of Q6_K wrote behind the smaller rings of Q4_K."""
+    symbols = subprocess.run(["nm", library("matmul", "Q4_K")._name], capture_output=True, text=True, check=True).stdout
+    assert "rings" in symbols
+    assert not [line for line in symbols.splitlines() if " u " in line]
+
+
+def test_a_write_beyond_shared_memory_is_told() -> None:
+    """A router that is given a few bytes less than its scores take."""
+    bench = Bench()
+    ids, mix = bench.buffer("ids", 2, "i32"), bench.buffer("mix", 2)
+    scores = bench.input("scores", random((64, 6)))
+    card = EmulatedCard(bench.program(Router("router", scores, ids, mix, None, "softmax", True, 1.0, 1, 1)))
+    launches = card.run(rows_of(np.arange(1)), block=False)
+    (launch,) = (launch for launch in launches if launch.kernel.function == "router")
+    run(launch)
+    with pytest.raises(AssertionError, match=r"router.* writes beyond its 40 bytes of shared memory"):
+        run(replace(launch, shared=40))
 
 
 @pytest.mark.parametrize("name, band", (("Q8_0", BAND), ("F32", 1e-6)))

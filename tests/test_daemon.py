@@ -465,7 +465,8 @@ def test_sigterm_while_loading(delay: float, tmp_path: Path) -> None:
     time.sleep(delay)
     process.terminate()
     out, errors = process.communicate(timeout=20)
-    assert (process.returncode, errors) == (128 + signal.SIGTERM, ""), out
+    was_ready = '"ready"' in out  # a fast machine has loaded it all before the longest delay is over
+    assert (process.returncode, errors) == (0 if was_ready else 128 + signal.SIGTERM, ""), out
     assert not files_of(process.pid) and not list(tmp_path.iterdir())
 
 

@@ -68,7 +68,7 @@ def size(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.timeout(1200)
 def test_loads_runs_and_leaves_tables_on_the_disk(size: Size) -> None:
-    before = left_behind()
+    before, earlier_tests = left_behind(), process_bytes([os.getpid()])
     path = size.path
     with ModelFile.open(path) as model:
         program = build_program(model)
@@ -105,7 +105,7 @@ def test_loads_runs_and_leaves_tables_on_the_disk(size: Size) -> None:
         assert np.isfinite(empty).all() and np.isfinite(filled).all()
         assert np.abs(filled - empty).max() > 1e-3, "rows of the tables say something"
         facts = pool.statistics()
-        processes = process_bytes([os.getpid(), *facts["pids"], facts["engram"]["pid"]])
+        processes = process_bytes([os.getpid(), *facts["pids"], facts["engram"]["pid"]]) - earlier_tests
         print(
             f"apparent {path.stat().st_size / 1e9:.1f} GB, on disk {path.stat().st_blocks * 512 / 1e9:.2f}, {rows} rows"
             f" written; processes {processes / 1e9:.2f} GB, page cache {cached / 1e9:.2f} GB, of tables"

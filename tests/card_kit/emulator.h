@@ -3,6 +3,7 @@
 // and machine.cuh. Slow, and meant for tests: threads of a block interleave at barriers and warp operations only,
 // asynchronous copies arrive when they are waited for and not before, memory of a block begins as garbage.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -10,6 +11,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <sys/mman.h>
 #include <ucontext.h>
 #include <vector>
 
@@ -36,8 +38,22 @@ struct Three {
 static Three threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulated {
-constexpr int STACK = 256 << 10;
+constexpr size_t STACK = 256 << 10, PAGE = 4096, BEYOND = 256;  // bytes; BEYOND a block's memory nothing may be written
 static uint8_t* shared;
+
+// A stack takes memory as far down as it was used; a thread that wants more than all of it ends at the page below.
+struct Stack {
+    uint8_t* base;
+    Stack() {
+        void* at = mmap(nullptr, STACK + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (at == MAP_FAILED || mprotect(at, PAGE, PROT_NONE)) std::perror("a thread's stack"), std::abort();
+        base = static_cast<uint8_t*>(at) + PAGE;
+    }
+    Stack(Stack&& other) noexcept : base(std::exchange(other.base, nullptr)) {}
+    ~Stack() {
+        if (base) munmap(base - PAGE, STACK + PAGE);
+    }
+};
 
 struct Copy {
     void* to;
@@ -45,7 +61,7 @@ struct Copy {
 };
 struct Fiber {
     ucontext_t context;
-    std::vector<uint8_t> stack = std::vector<uint8_t>(STACK);
+    Stack stack;
     bool ended;
     std::deque<std::vector<Copy>> groups;
     std::vector<Copy> open;
@@ -85,8 +101,9 @@ inline void run() {
     if (alive && at_barrier == alive) at_barrier = 0, ++barrier_turn;
     yield();
 }
-inline void launch(std::function<void()> work, Three grid, unsigned threads, size_t shared_bytes) {
-    std::vector<uint8_t> memory(shared_bytes + 64);
+// False if a block wrote beyond its shared memory.
+inline bool launch(std::function<void()> work, Three grid, unsigned threads, size_t shared_bytes) {
+    std::vector<uint8_t> memory(shared_bytes + 64 + BEYOND);
     shared = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t(63));
     if (fibers.size() < threads) fibers.resize(threads);
     body = work, gridDim = grid, blockDim = {threads, 1, 1};
@@ -101,7 +118,7 @@ inline void launch(std::function<void()> work, Three grid, unsigned threads, siz
                     Fiber& fiber = fibers[i];
                     fiber.ended = false, fiber.groups.clear(), fiber.open.clear();
                     getcontext(&fiber.context);
-                    fiber.context.uc_stack.ss_sp = fiber.stack.data();
+                    fiber.context.uc_stack.ss_sp = fiber.stack.base;
                     fiber.context.uc_stack.ss_size = STACK;
                     fiber.context.uc_link = &scheduler;
                     makecontext(&fiber.context, run, 0);
@@ -112,11 +129,14 @@ inline void launch(std::function<void()> work, Three grid, unsigned threads, siz
                             current = i, threadIdx = {i, 0, 0};
                             swapcontext(&scheduler, &fibers[i].context);
                         }
+                if (std::any_of(shared + shared_bytes, shared + shared_bytes + BEYOND, [](auto x) { return x != 0x7d; }))
+                    return false;
             }
+    return true;
 }
 // A kernel's parameters are taken one after the other from a row of 8-byte words.
 template <class... Parameters>
-void call(void (*kernel)(Parameters...), const uint8_t* words, Three grid, unsigned threads, size_t shared_bytes) {
+bool call(void (*kernel)(Parameters...), const uint8_t* words, Three grid, unsigned threads, size_t shared_bytes) {
     auto work = [=] {
         const uint8_t* at = words;
         auto next = [&at](auto* value) { std::memcpy(value, at, sizeof *value), at += sizeof *value; };
@@ -124,7 +144,7 @@ void call(void (*kernel)(Parameters...), const uint8_t* words, Three grid, unsig
         std::apply([&](auto&... each) { (next(&each), ...); }, values);
         std::apply(kernel, values);
     };
-    launch(work, grid, threads, shared_bytes);
+    return launch(work, grid, threads, shared_bytes);
 }
 template <class T, class Combine>
 T exchange(T value, Combine combine) {
