@@ -1,7 +1,7 @@
 """The reference executor: runs a program op by op in NumPy, in float32 or float64, on dequantised weights.
 
-Owns the reference's buffers. What each op means is in `reference_ops` and `reference_deepseek4`; what
-states are, in `states` and `slot_states`; what a step is, in `executor`. It is exact and slow, meant for tests,
+What each op means is in `reference_ops` and `reference_deepseek4`; how its views lie in memory, in `reference_buffers`;
+what states are, in `states` and `slot_states`; what a step is, in `executor`. It is exact and slow, meant for tests,
 for quant types without a kernel and for reading.
 """
 
@@ -60,8 +60,8 @@ from bloomery.runtime.program import (
     SelectRows,
     SwiGlu,
     View,
-    op_views,
 )
+from bloomery.runtime.reference_buffers import ReferenceBuffers
 from bloomery.runtime.reference_deepseek4 import (
     best_blocks,
     best_rows,
@@ -131,7 +131,7 @@ class ReferenceExecutor:
             for state in program.states.values()
         }
         self._slot_states = SlotStates(program.states, self._states, slots=slots, context=context, spare=spare)
-        self._buffers: dict[str, NDArray[Any]] = {}
+        self._buffers = ReferenceBuffers(program, self.dtype)
         self._lock = threading.Lock()
         self._running = self._aborted = False
         self._steps = self._rows = 0
@@ -218,28 +218,12 @@ class ReferenceExecutor:
     # -- one op -------------------------------------------------------------------------------------------------------
     def read(self, view: View) -> NDArray[Any]:
         """(rows, view.count, view.width): the view's elements after the last op that ran; for op-by-op comparisons."""
-        buffer = self._buffers[view.buffer]
-        if view.contiguous:
-            return buffer[:, view.start : view.end].reshape(len(buffer), view.count, view.width)
-        starts = view.start + view.stride * np.arange(view.count)
-        return buffer[:, starts[:, None] + np.arange(view.width)]
-
-    def _flat(self, view: View) -> NDArray[Any]:
-        return self.read(view).reshape(-1, view.elements)
-
-    def _write(self, view: View, value: NDArray[Any]) -> None:
-        buffer = self._buffers[view.buffer]
-        heads = value.reshape(len(buffer), view.count, view.width)
-        if view.contiguous:
-            buffer[:, view.start : view.end] = heads.reshape(len(buffer), view.elements)
-        else:
-            for head in range(view.count):
-                start = view.start + head * view.stride
-                buffer[:, start : start + view.width] = heads[:, head]
+        return self._buffers.read(view)
 
     def _execute(self, op: Op, rows: StepRows) -> None:
-        self._allocate(op, rows)
-        read, flat, write, weights = self.read, self._flat, self._write, self._weights
+        self._buffers.allocate(op, rows)
+        buffers, weights = self._buffers, self._weights
+        read, flat, write = buffers.read, buffers.flat, buffers.write
         match op:
             case EmbedRows():
                 write(op.out, weights.embedding(op.weight, rows.tokens))
@@ -299,7 +283,8 @@ class ReferenceExecutor:
 
     def _execute_deepseek4(self, op: Op, rows: StepRows) -> None:
         """The ops that `deepseek4` and `deepseek41` add."""
-        read, flat, write, weights = self.read, self._flat, self._write, self._weights
+        buffers, weights = self._buffers, self._weights
+        read, flat, write = buffers.read, buffers.flat, buffers.write
         match op:
             case UnitNorm():
                 write(op.out, unit_norm(read(op.x), op.epsilon))
@@ -377,7 +362,7 @@ class ReferenceExecutor:
     def _chain(self, op: TokenChain, rows: StepRows) -> None:
         """The rows of all blocks, one after the other."""
         slots, tokens, weight = rows.slots[rows.out_rows], rows.tokens[rows.out_rows], self._weights[op.weight]
-        base, chosen = self._flat(op.base), np.empty((len(slots), 1), np.int32)
+        base, chosen = self._buffers.flat(op.base), np.empty((len(slots), 1), np.int32)
         logits, previous = np.empty_like(base), np.empty((len(slots), op.previous.width), self.dtype)
         for o in range(len(slots)):
             first = o == 0 or slots[o] != slots[o - 1]
@@ -386,7 +371,7 @@ class ReferenceExecutor:
             logits[o] = base[o] + weight @ previous[o]
             chosen[o] = argmax(logits[o : o + 1])
         for view, value in ((op.logits, logits), (op.previous, previous), (op.out, chosen)):
-            self._write(view, value)
+            self._buffers.write(view, value)
 
     def _logical(self, state: str, slot: int, first: int, end: int) -> NDArray[Any]:
         """Rows first..end-1 of a slot's state."""
@@ -401,7 +386,7 @@ class ReferenceExecutor:
         return np.where(positions < 0, NO_TOKEN, self._states[state][rows.slots[:, None], at, 0])
 
     def _pool(self, op: GroupPool, rows: StepRows) -> Floats:
-        values, scores = self._flat(op.values), self._flat(op.scores)
+        values, scores = self._buffers.flat(op.values), self._buffers.flat(op.scores)
         if op.bias:
             scores = scores + self._weights[op.bias][rows.positions % op.ratio]
         at = self._slot_states.rows(op.state, rows.positions)
@@ -417,8 +402,8 @@ class ReferenceExecutor:
         return out
 
     def _index(self, op: IndexRows, rows: StepRows) -> None:
-        q, weights = self.read(op.q), self._flat(op.weights)
-        within = self._flat(op.within) if op.within else None
+        q, weights = self._buffers.read(op.q), self._buffers.flat(op.weights)
+        within = self._buffers.flat(op.within) if op.within else None
         chosen = np.full((len(q), op.out.width), -1, np.int32)
         kept = np.full((len(q), op.kept.width if op.kept else 0), -1, np.int32)
         ends = {int(slot): (rows.positions[rows.slots == slot].max() + 1) // op.ratio for slot in np.unique(rows.slots)}
@@ -435,13 +420,13 @@ class ReferenceExecutor:
                 scores = only_blocks(scores, within[r], op.block)
             best = best_rows(scores, op.out.width)
             chosen[r, : len(best)] = best
-        self._write(op.out, chosen)
+        self._buffers.write(op.out, chosen)
         if op.kept:
-            self._write(op.kept, kept)
+            self._buffers.write(op.kept, kept)
 
     def _attend_window(self, op: WindowAttention, rows: StepRows) -> Floats:
-        q, sinks = self.read(op.q), self._weights[op.sinks]
-        chosen = self._flat(op.chosen) if op.chosen else None
+        q, sinks = self._buffers.read(op.q), self._weights[op.sinks]
+        chosen = self._buffers.flat(op.chosen) if op.chosen else None
         out = np.empty_like(q)
         slots, positions = self._places(op.q, rows)
         for r, (slot, position) in enumerate(zip(slots, positions, strict=True)):
@@ -458,7 +443,7 @@ class ReferenceExecutor:
         return out
 
     def _attend(self, op: Attention, rows: StepRows) -> Floats:
-        q = self.read(op.q)
+        q = self._buffers.read(op.q)
         out = np.empty((len(q), op.out.count, op.out.width), self.dtype)
         for slot in np.unique(rows.slots):
             mine = rows.slots == slot
@@ -483,15 +468,6 @@ class ReferenceExecutor:
         """The first `width` elements of a slot's first rows."""
         stored = self._states[state][slot, :rows, : self._stored(width)]
         return dequantise_rows(stored, self.dtype) if self._blocks else stored.astype(self.dtype)
-
-    def _allocate(self, op: Op, rows: StepRows) -> None:
-        """Sizes the buffers that the op writes to this step's rows; keeps what parts of them were written before."""
-        for view, writes in op_views(op):
-            buffer = self.program.buffers[view.buffer]
-            count = len(rows.tokens) if buffer.rows == "step" else len(rows.out_rows)
-            if writes and (view.buffer not in self._buffers or len(self._buffers[view.buffer]) != count):
-                dtype = self.dtype if buffer.dtype == "f32" else np.dtype(np.int32)
-                self._buffers[view.buffer] = np.zeros((count, buffer.width), dtype)
 
     def _check(self, rows: StepRows) -> None:
         """Refuses rows outside the caches or the vocabulary (a defect of the caller): ValueError."""

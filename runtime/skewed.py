@@ -15,12 +15,12 @@ import time
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bloomery.runtime.executor import StepResult, StepRows
 from bloomery.runtime.ops_deepseek4 import SoftplusRouter
 from bloomery.runtime.program import Op, Program, RoutedExperts, Router
 from bloomery.runtime.reference import ReferenceExecutor
+from bloomery.runtime.reference_buffers import ReferenceBuffers
 
 MOST_ROWS = 8
 
@@ -55,18 +55,16 @@ class SkewedReference(ReferenceExecutor):
         self._slot_states.reach.begin(rows)
         started = time.perf_counter()
         stages, singles = stages_of(self.program), [single(rows, row) for row in range(count)]
-        buffers: list[dict[str, NDArray[np.generic]]] = [{} for _ in singles]
+        buffers = [ReferenceBuffers(self.program, self.dtype) for _ in singles]
         for stage, row in skewed_order(len(stages), count):
             self._buffers = buffers[row]
             for op in stages[stage]:
                 self._execute(op, singles[row])
         wanted = [buffers[row] for row in rows.out_rows]
-        self._buffers = {
-            name: np.concatenate([own[name] for own in (buffers if buffer.rows == "step" else wanted)])
-            if wanted or buffer.rows == "step"
-            else np.zeros((0, buffer.width), self.dtype)
-            for name, buffer in self.program.buffers.items()
-        }
+        self._buffers = ReferenceBuffers(self.program, self.dtype)
+        for name, buffer in self.program.buffers.items():
+            parts = [own[name] for own in (buffers if buffer.rows == "step" else wanted)]
+            self._buffers[name] = np.concatenate(parts) if parts else np.zeros((0, buffer.width), self.dtype)
         seconds = time.perf_counter() - started
         return StepResult(
             self._buffers[self.program.logits].astype(np.float32), self._buffers[self.program.argmax][:, 0], seconds

@@ -90,20 +90,22 @@ class RoundingExecutor(ReferenceExecutor):
 
     def _execute(self, op: Op, rows: StepRows) -> None:
         if isinstance(op, MatMul):
-            self._allocate(op, rows)
-            x = self._flat(op.x)
+            self._buffers.allocate(op, rows)
+            x = self._buffers.flat(op.x)
             for out, weight, bias in zip(op.outs, op.weights, op.biases, strict=True):
                 product = rounded(x, self._type(weight)) @ self._weights[weight].T
-                self._write(out, product if bias is None else product + self._weights[bias])
+                self._buffers.write(out, product if bias is None else product + self._weights[bias])
         elif isinstance(op, HeadMatMul):
-            self._allocate(op, rows)
-            self._write(op.out, head_matmul(rounded(self.read(op.x), self._type(op.weight)), self._weights[op.weight]))
+            self._buffers.allocate(op, rows)
+            x = rounded(self.read(op.x), self._type(op.weight))
+            self._buffers.write(op.out, head_matmul(x, self._weights[op.weight]))
         elif isinstance(op, Attention) and self._states[op.keys].dtype == np.float16:
             with mock.patch.object(reference, "attention", _half_attention):
                 super()._execute(op, rows)
         elif isinstance(op, RoutedExperts):
-            self._allocate(op, rows)
-            self._write(op.out, self._experts(op, self._flat(op.x), self._flat(op.ids), self._flat(op.mix)))
+            self._buffers.allocate(op, rows)
+            x, ids, mix = map(self._buffers.flat, (op.x, op.ids, op.mix))
+            self._buffers.write(op.out, self._experts(op, x, ids, mix))
         else:
             super()._execute(op, rows)
 

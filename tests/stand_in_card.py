@@ -99,17 +99,17 @@ class StandInExecutor(ReferenceExecutor):
                 assert self._side is not None
                 while self._stuck == self._steps + 1:
                     time.sleep(0.01)
-                values = (self._flat(op.x), self._flat(op.ids), self._flat(op.mix))
+                values = (self._buffers.flat(op.x), self._buffers.flat(op.ids), self._buffers.flat(op.mix))
                 self._side.send(op.index, op.experts, self.program.buffers[op.x.buffer].rows, *values)
             case HandOffReceive():
                 assert self._side is not None
-                x, kind = self._flat(op.x), self.program.buffers[op.x.buffer].rows
-                self._write(op.out, x + self._side.receive(op.index, kind, len(x), op.out.elements))
+                x, kind = self._buffers.flat(op.x), self.program.buffers[op.x.buffer].rows
+                self._buffers.write(op.out, x + self._side.receive(op.index, kind, len(x), op.out.elements))
             case RoutedExperts() if self._side is not None:
-                mix = self._flat(op.mix).copy()
-                self._write(op.mix, np.where(self._side.on_host(op.gate, self._flat(op.ids)), 0, mix))
+                mix = self._buffers.flat(op.mix).copy()
+                self._buffers.write(op.mix, np.where(self._side.on_host(op.gate, self._buffers.flat(op.ids)), 0, mix))
                 super()._execute(op, rows)
-                self._write(op.mix, mix)
+                self._buffers.write(op.mix, mix)
             case _:
                 super()._execute(op, rows)
 

@@ -89,14 +89,14 @@ def test_programs_with_a_fault(fault: str) -> None:
 
 
 def no_chain(executor: ReferenceExecutor, op: TokenChain, rows: StepRows) -> None:
-    executor._write(op.logits, executor._flat(op.base))
+    executor._buffers.write(op.logits, executor._buffers.flat(op.base))
 
 
 def own_tokens(executor: ReferenceExecutor, op: TokenChain, rows: StepRows) -> None:
     """Every row's logits know the row's own token (a mask) and not the one before."""
-    base = executor._flat(op.base)
+    base = executor._buffers.flat(op.base)
     previous = executor._weights.embedding(op.embedding, rows.tokens[rows.out_rows])
-    executor._write(op.logits, base + previous @ executor._weights[op.weight].T)
+    executor._buffers.write(op.logits, base + previous @ executor._weights[op.weight].T)
 
 
 @pytest.mark.parametrize("chain", [no_chain, own_tokens])
