@@ -4,7 +4,7 @@ Owns the kernels `quantise_Q8_K`, `quantise_Q8_0`, `quantise_F16`, `quantise_BF1
 quantize_row_q8_K_ref, and the AVX2 branches of quantize_row_q8_0 and quantize_row_q8_1 (round to nearest even).
 
 A row of quantised activations is three planes: int8 values, f32 scales `d`, sums. Q8_K (blocks of 256): sums are int16
-of each 16 elements in split order (`block_formats`). Q8_0 (blocks of 32; serves Q8_1 too, whose values and d are the
+of each 16 elements in split order (`block_parts`). Q8_0 (blocks of 32; serves Q8_1 too, whose values and d are the
 same): `d` is the f32 of the stored f16; sums are int32 of the block, then f32 of the f16 `d * sum` of Q8_1.
 
 With a second input the rows are silu(gate) * up, computed on the way as `elementwise.swiglu` computes it.
@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from numba import types
 
-from bloomery.cpu_experts.kernels.block_formats import SPLIT_ORDER
+from bloomery.cpu_experts.kernels.block_parts import SPLIT_ORDER
 from bloomery.cpu_experts.kernels.elementwise import narrow_run, swiglu_run
 from bloomery.cpu_experts.kernels.layouts import ACTIVATION_ELEMENTS, BUFFER_BYTES, PLANE_BYTES
 from bloomery.cpu_experts.kernels.work import share_end, share_start

@@ -21,14 +21,8 @@ from typing import Any
 from numba import types
 
 from bloomery.cpu_experts.isa import AVX512VNNI, at_least, prefetch_distance
-from bloomery.cpu_experts.kernels.block_formats import (
-    SMALL_BLOCKS,
-    SUPER_BLOCKS,
-    BlockFormat,
-    SuperBlock,
-    block_scales,
-    half_floats,
-)
+from bloomery.cpu_experts.kernels.block_formats import SMALL_BLOCKS, SUPER_BLOCKS
+from bloomery.cpu_experts.kernels.block_parts import BlockFormat, SuperBlock, block_scales, half_floats
 from bloomery.cpu_experts.kernels.layouts import PANEL_VECTORS
 from bloomery.cpu_experts.kernels.wide_dots import nibble_sums, table_dots, wide_dots
 from bloomery.cpu_experts.kernels.wide_formats import NIBBLE_BLOCKS, WIDE_BLOCKS

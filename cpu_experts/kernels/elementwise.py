@@ -12,7 +12,8 @@ from typing import Any, Final
 
 from numba import types
 
-from bloomery.cpu_experts.kernels.block_formats import SMALL_BLOCKS, SUPER_BLOCKS, BlockFormat, block_scales
+from bloomery.cpu_experts.kernels.block_formats import SMALL_BLOCKS, SUPER_BLOCKS
+from bloomery.cpu_experts.kernels.block_parts import BlockFormat, block_scales
 from bloomery.cpu_experts.kernels.float_dots import ELEMENT_BYTES, load_float
 from bloomery.cpu_experts.kernels.work import share_end, share_start
 from bloomery.cpu_experts.simd import (

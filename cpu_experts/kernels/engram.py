@@ -13,7 +13,8 @@ from typing import Final
 
 from numba import types
 
-from bloomery.cpu_experts.kernels.block_formats import SMALL_BLOCKS, SUPER_BLOCKS, BlockFormat
+from bloomery.cpu_experts.kernels.block_formats import SMALL_BLOCKS, SUPER_BLOCKS
+from bloomery.cpu_experts.kernels.block_parts import BlockFormat
 from bloomery.cpu_experts.kernels.elementwise import dequantise_block
 from bloomery.cpu_experts.kernels.float_dots import ELEMENT_BYTES
 from bloomery.cpu_experts.kernels.hyper import exp_1

@@ -20,7 +20,8 @@ from numba import types
 
 from bloomery.cpu_experts.isa import AVX512VNNI, at_least
 from bloomery.cpu_experts.kernels.block_dots import prefetch_panel
-from bloomery.cpu_experts.kernels.block_formats import SPLIT_ORDER, SUPER_BLOCKS, block_scales, half_floats
+from bloomery.cpu_experts.kernels.block_formats import SUPER_BLOCKS
+from bloomery.cpu_experts.kernels.block_parts import SPLIT_ORDER, block_scales, half_floats
 from bloomery.cpu_experts.kernels.layouts import PANEL_VECTORS, PLANE_BYTES
 from bloomery.cpu_experts.kernels.panel_formats import PANELS, Panel
 from bloomery.cpu_experts.simd import Emitter, Value, emits, vector

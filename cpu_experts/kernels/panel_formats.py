@@ -3,7 +3,7 @@
 Owns the unpacking of one block of as many rows as a vector of i32 has lanes (16 with AVX-512, 8 with AVX2). The packed
 words of the rows are transposed first; what follows is the same few shifts and masks for all rows at once, scales
 included, and a word of the result holds four consecutive elements of its row. The bit layouts are those of
-`block_formats`, whose classes give the facts of a type; how panels are multiplied is `panel_dots`.
+`block_formats` and `grid_formats`, whose classes give the facts of a type; how panels are multiplied is `panel_dots`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, Final
 
-from bloomery.cpu_experts.kernels import block_formats
-from bloomery.cpu_experts.kernels.block_formats import FP4_VALUES, IQ4_VALUES, BlockFormat
+from bloomery.cpu_experts.kernels import block_formats, grid_formats
+from bloomery.cpu_experts.kernels.block_formats import FP4_VALUES, IQ4_VALUES
+from bloomery.cpu_experts.kernels.block_parts import BlockFormat
 from bloomery.cpu_experts.kernels.grid_tables import gather_8, table_address
 from bloomery.cpu_experts.simd import Emitter, Value, i32x4, vector
 
@@ -287,7 +288,7 @@ class GridPanel(Panel):
 
 
 class IQ2_XXS(GridPanel):
-    facts = block_formats.IQ2_XXS
+    facts = grid_formats.IQ2_XXS
     scaled = 32
 
     def codes(self) -> Iterator[Value]:
@@ -303,7 +304,7 @@ class IQ2_XXS(GridPanel):
 
 
 class IQ2_XS(GridPanel):
-    facts = block_formats.IQ2_XS
+    facts = grid_formats.IQ2_XS
     scaled = 16
 
     def codes(self) -> Iterator[Value]:
@@ -319,7 +320,7 @@ class IQ2_XS(GridPanel):
 
 
 class IQ2_S(GridPanel):
-    facts = block_formats.IQ2_S
+    facts = grid_formats.IQ2_S
     scaled = 16
 
     def codes(self) -> Iterator[Value]:
@@ -337,7 +338,7 @@ class IQ2_S(GridPanel):
 
 
 class IQ3_XXS(GridPanel):
-    facts = block_formats.IQ3_XXS
+    facts = grid_formats.IQ3_XXS
     scaled = 32
     together = 4
 
@@ -354,7 +355,7 @@ class IQ3_XXS(GridPanel):
 
 
 class IQ3_S(GridPanel):
-    facts = block_formats.IQ3_S
+    facts = grid_formats.IQ3_S
     scaled = 32
     together = 4
 

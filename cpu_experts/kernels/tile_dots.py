@@ -23,7 +23,7 @@ from numba import types
 
 from bloomery.cpu_experts import tiles
 from bloomery.cpu_experts.kernels.block_dots import prefetch_panel
-from bloomery.cpu_experts.kernels.block_formats import SPLIT_ORDER, block_scales, half_floats
+from bloomery.cpu_experts.kernels.block_parts import SPLIT_ORDER, block_scales, half_floats
 from bloomery.cpu_experts.kernels.layouts import (
     PACKED_BLOCK,
     PANEL_VECTORS,

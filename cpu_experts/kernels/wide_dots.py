@@ -12,7 +12,8 @@ from typing import Final
 
 from llvmlite import ir
 
-from bloomery.cpu_experts.kernels.block_formats import IQ4_VALUES, IQ4_XS, half_floats
+from bloomery.cpu_experts.kernels.block_formats import IQ4_VALUES, IQ4_XS
+from bloomery.cpu_experts.kernels.block_parts import half_floats
 from bloomery.cpu_experts.kernels.wide_formats import Nibbles, WideBlocks
 from bloomery.cpu_experts.simd import Emitter, Value, f32x4, i8x16, i8x32, i8x64, i16x16, i16x32, i32x8, i32x16
 from bloomery.cpu_experts.vectors import ELEMENTS

@@ -1,8 +1,8 @@
 """How one block of four weight rows is taken apart in 64-byte registers (AVX-512), for one row of activations.
 
-Owns the same bit layouts as `block_formats`, whose classes give the facts of a type. Values come 64 elements of a row
-at a time; the packed scales of the four rows are decoded together, each row in its own 16 bytes of a register. How they
-are multiplied is `wide_dots`.
+Owns the same bit layouts as `block_formats` and `grid_formats`, whose classes give the facts of a type. Values come 64
+elements of a row at a time; the packed scales of the four rows are decoded together, each row in its own 16 bytes of a
+register. How they are multiplied is `wide_dots`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,9 @@ from llvmlite import ir
 
 from bloomery.cpu_experts.isa import host_features
 from bloomery.cpu_experts.kernels import block_formats
-from bloomery.cpu_experts.kernels.block_formats import (
-    FP4_VALUES,
-    IQ4_VALUES,
-    SPLIT_ORDER,
-    SUPER_BLOCKS,
-    GridBlock,
-    SuperBlock,
-    block_scales,
-    half_floats,
-)
+from bloomery.cpu_experts.kernels.block_formats import FP4_VALUES, IQ4_VALUES, SUPER_BLOCKS
+from bloomery.cpu_experts.kernels.block_parts import SPLIT_ORDER, SuperBlock, block_scales, half_floats
+from bloomery.cpu_experts.kernels.grid_formats import GridBlock
 from bloomery.cpu_experts.simd import Emitter, Value, f32x4, i8x16, i8x32, i8x64, i16x32, i32x16, vector
 
 i64x8 = vector("i64", 8)
@@ -265,7 +258,7 @@ class Q6_K(WideBlocks):
 
 
 class WideGrid(WideBlocks):
-    """Types of `block_formats.GridBlock`: `values` are magnitudes, `signed` moves the signs to the activations."""
+    """Types of `grid_formats.GridBlock`: `values` are magnitudes, `signed` moves the signs to the activations."""
 
     facts: ClassVar[type[GridBlock]]
 
