@@ -17,6 +17,9 @@ from typing import Any
 from conftest import program
 
 SECONDS = 110.0  # a first start compiles the kernels
+PROMPT = "The history of the"
+GREEDY = {"prompt": PROMPT, "temperature": 0, "seed": 1, "n_predict": 12}
+DEMO = ("--demo", "tiny-qwen3moe", "--threads", "1")
 
 
 @dataclass(frozen=True)
@@ -126,3 +129,21 @@ def serving(*arguments: str) -> Iterator[Serving]:
     finally:
         if server.process.poll() is None:
             assert stop_server(server) == 0
+
+
+def completion(server: Serving, **fields: Any) -> dict[str, Any]:
+    """The whole answer to GREEDY with these fields beside or instead of its own."""
+    answer = server.post("/completion", GREEDY | fields)
+    assert answer.status == 200, answer.data
+    return answer.json  # type: ignore[no-any-return]
+
+
+def busy(server: Serving) -> list[bool]:
+    """Of each slot."""
+    return [slot["is_processing"] for slot in server.get("/slots").json]
+
+
+def numbers(server: Serving) -> dict[str, float]:
+    """What /metrics counts, by name and labels."""
+    lines = server.get("/metrics").data.decode().splitlines()
+    return {name: float(value) for name, value in (line.split() for line in lines if line[:1] not in ("#", ""))}

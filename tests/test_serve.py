@@ -1,26 +1,17 @@
-"""bloomery-serve over HTTP with the demo model: shapes, numbers, errors, cancelling, slots on disk."""
+"""bloomery-serve over HTTP with the demo model: shapes, numbers, errors, slots on disk."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import socket
-import subprocess
-import threading
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from conftest import left_behind
-from serving import Serving, events, serving, start_server, stop_server, wait_for
+from serving import DEMO, GREEDY, PROMPT, Serving, completion, numbers, serving
 
-PROMPT = "The history of the"
-GREEDY = {"prompt": PROMPT, "temperature": 0, "seed": 1, "n_predict": 12}
-DEMO = ("--demo", "tiny-qwen3moe", "--threads", "1")
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a word?"}]
 
 
@@ -32,12 +23,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     with serving(*DEMO, *arguments) as running:
         yield running
     assert left_behind() <= before
-
-
-def completion(server: Serving, **fields: Any) -> dict[str, Any]:
-    answer = server.post("/completion", GREEDY | fields)
-    assert answer.status == 200, answer.data
-    return answer.json  # type: ignore[no-any-return]
 
 
 # ---- what the server says about itself ----
@@ -165,20 +150,6 @@ def test_progress_comes_first(server: Serving) -> None:
     assert "prompt_progress" not in chunks[-1]
 
 
-def test_templates_are_told_about_thinking_and_the_date() -> None:
-    template = "{{ enable_thinking }} {{ date_string }} {{ extra }} {% for m in messages %}{{ m.content }}{% endfor %}"
-    arguments = ("--chat-template", template, "--chat-template-kwargs", '{"extra": "given"}', "-np", "1", "-c", "256")
-    with serving(*DEMO, *arguments) as server:
-        asked: dict[str, Any] = {"messages": [{"role": "user", "content": "now?"}]}
-        today = datetime.now().strftime("%d %b %Y")
-        assert server.post("/apply-template", asked).json["prompt"] == f"True {today} given now?"
-        own = asked | {"chat_template_kwargs": {"enable_thinking": False, "extra": "mine"}}
-        assert server.post("/apply-template", own).json["prompt"] == f"False {today} mine now?"
-        assert server.post("/apply-template", asked | {"reasoning_effort": "none"}).json["prompt"].startswith("False")
-        wrong = asked | {"chat_template_kwargs": {"enable_thinking": "no"}}
-        assert server.post("/apply-template", wrong).status == 400
-
-
 CONSTRAINED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"grammar": 'root ::= "yes" | "no"'}, r"yes|no"),
     ({"json_schema": {"const": "42"}}, r'"42"'),
@@ -300,11 +271,7 @@ def test_the_context_ends_an_answer(server: Serving) -> None:
     assert answer["tokens_evaluated"] + answer["tokens_predicted"] == 512
 
 
-# ---- cancelling, slots ----
-
-
-def busy(server: Serving) -> list[bool]:
-    return [slot["is_processing"] for slot in server.get("/slots").json]
+# ---- slots ----
 
 
 def test_slots_are_saved_and_brought_back(server: Serving, tmp_path: Path) -> None:
@@ -347,11 +314,6 @@ def _arguments(server: Serving) -> list[str]:
 # ---- counters ----
 
 
-def numbers(server: Serving) -> dict[str, float]:
-    lines = server.get("/metrics").data.decode().splitlines()
-    return {name: float(value) for name, value in (line.split() for line in lines if line[:1] not in ("#", ""))}
-
-
 def test_metrics_add_up(server: Serving) -> None:
     before = numbers(server)
     answers = [completion(server, prompt="Counters count. " * count)["timings"] for count in (3, 3, 5)]
@@ -364,138 +326,3 @@ def test_metrics_add_up(server: Serving) -> None:
         assert after[name] - before[name] == sum(answer[field] for answer in answers), name
     assert after["llamacpp:n_decode_total"] > before["llamacpp:n_decode_total"]
     assert after["llamacpp:requests_processing"] == 0 and after["llamacpp:n_tokens_max"] > 0
-
-
-# ---- servers with other flags ----
-
-
-def test_keys_and_origins() -> None:
-    arguments = (
-        "--api-key",
-        "one,two",
-        "--no-slots",
-        "--cors-origins",
-        "localhost",
-        "--no-ui",
-        "-c",
-        "256",
-        "-np",
-        "1",
-    )
-    with serving(*DEMO, *arguments) as server:
-        assert server.get("/health").status == 200
-        refused = server.post("/completion", GREEDY)
-        assert refused.status == 401 and refused.json["error"]["type"] == "authentication_error"
-        assert server.post("/completion", GREEDY, Authorization="Bearer three").status == 401
-        assert server.post("/completion", GREEDY, Authorization="Bearer two").status == 200
-        assert server.post("/completion", GREEDY, **{"x-api-key": "one"}).status == 200
-        key = {"Authorization": "Bearer one"}
-        assert server.get("/slots", **key).status == server.get("/metrics", **key).status == 501
-        assert server.get("/", **key).status == 404
-        asked = server.request("OPTIONS", "/completion", headers={"Origin": "http://localhost:3000"})
-        assert asked.status == 200 and asked.headers["Access-Control-Allow-Origin"] == "http://localhost:3000"
-        asked = server.request("OPTIONS", "/completion", headers={"Origin": "http://localhost.evil.com"})
-        assert "Access-Control-Allow-Origin" not in asked.headers
-
-
-def test_a_client_that_leaves_frees_its_slot() -> None:
-    """The reference executor is slow enough for an answer to be left."""
-    with serving("--demo", "tiny-qwen3moe", "--executor", "reference", "-np", "1", "-c", "512", "--metrics") as server:
-        for count, stream in enumerate((False, True), 1):
-            body = json.dumps({"prompt": PROMPT, "n_predict": -1, "ignore_eos": True, "stream": stream}).encode()
-            with socket.create_connection(("127.0.0.1", server.port)) as sock:
-                head = f"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-                sock.sendall(head.encode() + body)
-                wait_for(lambda: busy(server)[0])
-            wait_for(lambda: not busy(server)[0], seconds=2)
-            assert numbers(server)['bloomery_requests_total{outcome="aborted"}'] == count
-            slot = server.get("/slots").json[0]
-            assert slot["n_prompt_tokens"] < 512 and slot["next_token"][0]["n_remain"] == -1
-
-
-def test_full_queue() -> None:
-    """One slot and a queue of one: the third request is refused. The reference executor is slow enough for that."""
-    arguments = ("--executor", "reference", "-c", "512", "-np", "1", "--queue", "1", "--metrics")
-    with serving("--demo", "tiny-qwen3moe", *arguments) as server:
-        statuses: list[int] = []
-        long = GREEDY | {"n_predict": 400, "ignore_eos": True}  # runs until the others are there, on a busy machine too
-        threads = [
-            threading.Thread(target=lambda: statuses.append(server.post("/completion", long).status)) for _ in range(2)
-        ]
-        threads[0].start()
-        wait_for(lambda: busy(server)[0])
-        threads[1].start()
-        wait_for(lambda: numbers(server)["llamacpp:requests_deferred"] == 1)
-        refused = server.post("/completion", long)
-        assert refused.status == 429 and int(refused.headers["retry-after"]) >= 1
-        assert refused.json["error"]["type"] == "rate_limit_error"
-        for thread in threads:
-            thread.join()
-        assert statuses == [200, 200]
-
-
-def test_shifted_context_and_log() -> None:
-    """A shifted context goes on. Each request leaves a line, a refused one too."""
-    server = start_server(*DEMO, "-c", "128", "-np", "1", "--context-shift", "--json-log", stderr=subprocess.PIPE)
-    try:
-        shifted = completion(server, n_predict=150, ignore_eos=True)
-        assert shifted["tokens_predicted"] == 150 and shifted["truncated"]
-        assert server.post("/completion", GREEDY | {"grammar": "root ::= ("}).status == 400
-    finally:
-        status = stop_server(server)
-    assert status == 0 and server.process.stderr is not None
-    first, second = (json.loads(line) for line in server.process.stderr.read().splitlines())
-    assert (first["path"], first["generated_tokens"], first["finish"]) == ("/completion", 150, ["length"])
-    assert first["first_token_seconds"] > 0 and first["error"] is None and second["error"] == "invalid_request"
-
-
-def test_loading_and_ending() -> None:
-    before = left_behind()
-    server = start_server(*DEMO, "-c", "4096", "-np", "1", ready=False)
-    loading = server.get("/health")
-    if loading.status == 503:
-        assert loading.json["error"] == {"code": 503, "message": "Loading model", "type": "unavailable_error"}
-        assert server.post("/completion", GREEDY).status == 503
-    wait_for(lambda: server.get("/health").status == 200, seconds=60)
-    got: list[bytes] = []
-    body = GREEDY | {"n_predict": -1, "ignore_eos": True, "stream": True}
-    thread = threading.Thread(target=lambda: got.append(server.post("/completion", body).data))
-    thread.start()
-    wait_for(lambda: server.get("/slots").json[0]["is_processing"])
-    assert stop_server(server) == 0
-    thread.join()
-    chunks = list(events(got[0]))
-    assert chunks[-1]["stop"] and chunks[-1]["tokens_predicted"] == sum(len(chunk["tokens"]) for chunk in chunks)
-    assert left_behind() <= before
-
-
-def test_an_idle_model_sleeps_and_wakes() -> None:
-    with serving(*DEMO, "-c", "256", "-np", "1", "--metrics", "--sleep-idle-seconds", "0.5") as server:
-        first = completion(server)
-        tokens = numbers(server)["llamacpp:tokens_predicted_total"]
-        wait_for(lambda: server.get("/props").json["is_sleeping"])
-        wait_for(lambda: not psutil.Process(server.process.pid).children(), seconds=20)
-        assert server.get("/health").status == 200 and server.get("/v1/models").json["data"]
-        assert numbers(server)["llamacpp:tokens_predicted_total"] == tokens == 12
-        assert server.get("/props").json["is_sleeping"], "questions about it have woken the model"
-        again = completion(server)
-        assert again["content"] == first["content"] and again["timings"]["cache_n"] == 0
-        assert numbers(server)["llamacpp:tokens_predicted_total"] == 24
-
-
-def test_a_killed_daemon_is_replaced() -> None:
-    with serving(*DEMO, "-c", "256", "-np", "1") as server:
-        first = completion(server)["content"]
-        (daemon,) = psutil.Process(server.process.pid).children()
-        daemon.kill()
-        wait_for(lambda: server.get("/health").status == 503)
-        wait_for(lambda: server.get("/health").status == 200, seconds=60)
-        assert completion(server)["content"] == first
-
-
-def test_a_model_that_cannot_be_opened(tmp_path: Path) -> None:
-    path = tmp_path / "no.gguf"
-    path.write_bytes(b"not a model")
-    server = start_server("-m", str(path), ready=False, stderr=subprocess.PIPE)
-    _, errors = server.process.communicate(timeout=60)
-    assert server.process.returncode == 1 and "no.gguf" in errors and len(errors.splitlines()) == 1
