@@ -12,8 +12,10 @@
 #include <deque>
 #include <functional>
 #include <sys/mman.h>
-#include <ucontext.h>
 #include <vector>
+#ifndef __x86_64__
+#include <ucontext.h>
+#endif
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -55,12 +57,62 @@ struct Stack {
     }
 };
 
+// A thread of execution with a stack of its own. Blocks change between theirs some hundred times a thread, and
+// swapcontext asks the kernel for the signal mask each time: on x86-64 only what a call keeps is put aside.
+#ifdef __x86_64__
+extern "C" void emulated_change(void** from, void* to) __attribute__((visibility("hidden")));
+asm(R"(
+.pushsection .text
+.globl emulated_change
+.hidden emulated_change
+.type emulated_change, @function
+emulated_change:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+.size emulated_change, . - emulated_change
+.popsection
+)");
+struct Place {
+    void* at;
+    void begin(uint8_t* stack, size_t size, void (*work)()) {
+        void** top = reinterpret_cast<void**>(stack + size);
+        *--top = nullptr;  // as after a call: nobody returns from work
+        *--top = reinterpret_cast<void*>(work);
+        at = top - 6;  // registers of any value
+    }
+    void leave_for(Place& other) { emulated_change(&at, other.at); }
+};
+#else
+struct Place {
+    ucontext_t at;
+    void begin(uint8_t* stack, size_t size, void (*work)()) {
+        getcontext(&at);
+        at.uc_stack.ss_sp = stack, at.uc_stack.ss_size = size, at.uc_link = nullptr;
+        makecontext(&at, work, 0);
+    }
+    void leave_for(Place& other) { swapcontext(&at, &other.at); }
+};
+#endif
+
 struct Copy {
     void* to;
     uint8_t bytes[16];
 };
 struct Fiber {
-    ucontext_t context;
+    Place place;
     Stack stack;
     bool ended;
     std::deque<std::vector<Copy>> groups;
@@ -72,11 +124,11 @@ struct Warp {
 };
 static std::vector<Fiber> fibers;
 static std::vector<Warp> warps;
-static ucontext_t scheduler;
+static Place scheduler;
 static int current, alive, at_barrier, barrier_turn;
 static std::function<void()> body;
 
-inline void yield() { swapcontext(&fibers[current].context, &scheduler); }
+inline void yield() { fibers[current].place.leave_for(scheduler); }
 inline void barrier() {
     const int turn = barrier_turn;
     if (++at_barrier == alive) at_barrier = 0, ++barrier_turn;
@@ -117,17 +169,13 @@ inline bool launch(std::function<void()> work, Three grid, unsigned threads, siz
                 for (unsigned i = 0; i < threads; ++i) {
                     Fiber& fiber = fibers[i];
                     fiber.ended = false, fiber.groups.clear(), fiber.open.clear();
-                    getcontext(&fiber.context);
-                    fiber.context.uc_stack.ss_sp = fiber.stack.base;
-                    fiber.context.uc_stack.ss_size = STACK;
-                    fiber.context.uc_link = &scheduler;
-                    makecontext(&fiber.context, run, 0);
+                    fiber.place.begin(fiber.stack.base, STACK, run);
                 }
                 while (alive)
                     for (unsigned i = 0; i < threads; ++i)
                         if (!fibers[i].ended) {
                             current = i, threadIdx = {i, 0, 0};
-                            swapcontext(&scheduler, &fibers[i].context);
+                            scheduler.leave_for(fibers[i].place);
                         }
                 if (std::any_of(shared + shared_bytes, shared + shared_bytes + BEYOND, [](auto x) { return x != 0x7d; }))
                     return false;
