@@ -306,13 +306,18 @@ def add_endpoint_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def daemon_config(args: argparse.Namespace, model: str, **defaults: int | str) -> DaemonConfig:
-    """The daemon that the options ask for; `defaults` are the program's own where the person said nothing."""
+def daemon_config(
+    args: argparse.Namespace, model: str, draft_model: str | None = None, **defaults: int | str
+) -> DaemonConfig:
+    """The daemon that the options ask for; `defaults` are the program's own where the person said nothing. `model` and
+    `draft_model` are paths, as `demo_model` finds them; None: what --model-draft says."""
     fields: dict[str, int | str] = {**defaults, "model": model}
     for attribute, field, _ in DAEMON_OPTIONS:
         value = getattr(args, attribute, None)
-        if field != "model" and value is not None:
+        if field != "model" and attribute != "draft_hf" and value is not None:
             fields[field] = value
+    if draft_model is not None:
+        fields["draft_model"] = draft_model
     if hot_list := os.environ.get(HOT_LIST_VARIABLE):
         fields.setdefault("hot_list", hot_list)
     if host_weights := os.environ.get(HOST_WEIGHTS_VARIABLE):

@@ -1,4 +1,4 @@
-"""Which model file the options name: a path, one of a hub, or one that comes with the package."""
+"""Which model files the options name: a path, one of a hub, or one that comes with the package."""
 
 from __future__ import annotations
 
@@ -58,13 +58,22 @@ def chosen_model(args: argparse.Namespace) -> str:
     if args.model == "":
         raise UsageError("-m is empty", "name a GGUF file; without -m the demo model is taken")
     if args.hf_repo is not None:
-        return _fetched_model(args)
+        return _fetched(args, "--hf", args.hf_repo, args.hf_file or "")
     if args.hf_file is not None:
         raise UsageError("--hf-file needs --hf", "name the repository with --hf USER/MODEL")
     return args.model if args.model is not None else demo_model_path(args.demo or "tiny")
 
 
-def _fetched_model(args: argparse.Namespace) -> str:
+def chosen_draft(args: argparse.Namespace) -> str | None:
+    """Path for the options --model-draft and --hf-repo-draft, None without them; fetched and refused as models are."""
+    if args.draft_hf is None:
+        return str(args.draft_model) if args.draft_model is not None else None
+    if args.draft_model is not None:
+        raise UsageError("--model-draft and --hf-repo-draft both name a draft model", "leave one of them out")
+    return _fetched(args, "--hf-repo-draft", args.draft_hf, "")
+
+
+def _fetched(args: argparse.Namespace, option: str, repository: str, file: str) -> str:
     from bloomery.launcher.hub import model_from_hub
     from bloomery.launcher.hub_files import Wanted
     from bloomery.launcher.progress import ProgressDisplay
@@ -72,6 +81,6 @@ def _fetched_model(args: argparse.Namespace) -> str:
     def say(text: str) -> None:
         print(f"{args.program}: {text}", file=sys.stderr, flush=True)
 
-    wanted = Wanted.parse(args.hf_repo, args.hf_file or "")
+    wanted = Wanted.parse(repository, file, option)
     with ProgressDisplay(args.program) as progress:
         return model_from_hub(wanted, token=args.hf_token, offline=args.offline, progress=progress, say=say)

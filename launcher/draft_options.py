@@ -14,6 +14,7 @@ from bloomery.runtime.drafts.start import DEFAULT_MOST, KINDS
 DRAFT_OPTIONS = (
     ("draft", "draft", "--draft"),
     ("draft_model", "draft_model", "--model-draft"),
+    ("draft_hf", "draft_model", "--hf-repo-draft"),
     ("draft_max", "draft_max", "--draft-max"),
     ("draft_min", "draft_min", "--draft-min"),
     ("draft_p_min", "draft_p_min", "--draft-p-min"),
@@ -51,6 +52,15 @@ def add_draft_options(parser: argparse.ArgumentParser) -> None:
         help="GGUF file of a smaller model with the same vocabulary, or of the model's DSpark module",
     )
     group.add_argument(
+        "-hfd",
+        "-hfrd",
+        "--hf-repo-draft",
+        "--spec-draft-hf",
+        dest="draft_hf",
+        metavar="USER/MODEL[:QUANT]",
+        help="the same from the Hugging Face hub, fetched as --hf is, with its --hf-token and --offline",
+    )
+    group.add_argument(
         "--draft-max",
         "--draft-n",
         "--draft-n-max",
@@ -82,7 +92,7 @@ def add_draft_options(parser: argparse.ArgumentParser) -> None:
         dest="draft_fixed",
         action="store_const",
         const=True,
-        help="check every guess, even where that costs more time than it saves",
+        help="ask for a guess in every step and check it, even where that costs more time than it saves",
     )
     group.add_argument(
         "--spec-synth-len",

@@ -28,11 +28,11 @@ class Wanted:
     file: str = ""
 
     @staticmethod
-    def parse(text: str, file: str = "") -> Wanted:
-        """ "USER/MODEL" or "USER/MODEL:QUANT". Raises BloomeryError."""
+    def parse(text: str, file: str = "", option: str = "--hf") -> Wanted:
+        """ "USER/MODEL" or "USER/MODEL:QUANT". Raises BloomeryError that names the option."""
         repository, _, quant = text.partition(":")
         if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
-            raise BloomeryError(f"--hf {text!r} names no repository", "write it as USER/MODEL or USER/MODEL:QUANT")
+            raise BloomeryError(f"{option} {text!r} names no repository", "write it as USER/MODEL or USER/MODEL:QUANT")
         return Wanted(repository, "" if quant.lower() == "latest" else quant, file)
 
 

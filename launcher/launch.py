@@ -22,7 +22,7 @@ from bloomery.launcher.command_line import (
     run_program,
     write_line,
 )
-from bloomery.launcher.demo_model import chosen_model
+from bloomery.launcher.demo_model import chosen_draft, chosen_model
 from bloomery.launcher.progress import ProgressDisplay
 from bloomery.runtime.client import Client, ControlClient
 from bloomery.runtime.coordinator import run_daemon
@@ -75,7 +75,8 @@ def control_client(args: argparse.Namespace) -> ControlClient:
 
 def serve(args: argparse.Namespace) -> int:
     options = {"endpoint": args.endpoint, "control": args.control, "alias": args.alias, "queue_limit": args.queue}
-    config = daemon_config(args, chosen_model(args), **{name: given for name, given in options.items() if given})
+    given = {name: given for name, given in options.items() if given}
+    config = daemon_config(args, chosen_model(args), chosen_draft(args), **given)
 
     def on_ready(status: dict[str, Any]) -> None:
         if args.json_status:

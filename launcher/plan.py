@@ -22,7 +22,7 @@ from bloomery.launcher.command_line import (
     run_program,
     write_line,
 )
-from bloomery.launcher.demo_model import chosen_model
+from bloomery.launcher.demo_model import chosen_draft, chosen_model
 from bloomery.launcher.tables import new_console, new_table
 from bloomery.runtime.architectures import build_program
 from bloomery.runtime.card_probe import CardRoom
@@ -147,7 +147,7 @@ def _card_line(plan: Plan) -> list[tuple[str, int, int]]:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = daemon_config(args, chosen_model(args))
+    config = daemon_config(args, chosen_model(args), chosen_draft(args))
     check_plan_name(config.plan)
     with ModelFile.open(config.model) as model:
         program = build_program(model)

@@ -1,7 +1,8 @@
 """bloomery on a Ray cluster: every replica owns a daemon, requests return to the replica that knows their beginning.
 
-Owns the Ray Serve application (docs/ray.md): the front, which reads requests, the router, which chooses replicas, and
-the replica, which runs bloomery-serve's own HTTP application. Needs the extra `bloomery[ray]`.
+Owns the Ray Serve application (docs/ray.md): the front, which reads requests, the router, which chooses replicas, the
+replica, which runs bloomery-serve's own HTTP application, and the board, on which replicas leave their figures. Needs
+the extra `bloomery[ray]`.
 """
 
 from __future__ import annotations
@@ -21,17 +22,20 @@ from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.types import Message
 
-from bloomery.launcher.http.app import HEALTH, make_app
+from bloomery.launcher.http.app import HEALTH, has_key, make_app, no_key
 from bloomery.launcher.http.backend import Backend
 from bloomery.launcher.http.endpoints import too_large
 from bloomery.launcher.http.errors import error_object, error_response
+from bloomery.launcher.http.metrics import Rates, metrics_text
 from bloomery.launcher.http.run import DEFAULT_BLOCK, watch
 from bloomery.launcher.http.server import Server
 from bloomery.launcher.http.settings import ServerSettings
 from bloomery.launcher.http.starting import PrivateSource
+from bloomery.launcher.http.state import no_metrics
+from bloomery.launcher.ray_metrics import Figures
 from bloomery.launcher.ray_routing import Memory, beginnings
 from bloomery.launcher.serve import DEFAULT_SLOTS, build_parser, daemon_of, settings_of
 from bloomery.runtime.errors import BloomeryError, RequestError
@@ -41,6 +45,7 @@ log = logging.getLogger("ray.serve")
 
 NAME_HEADER = "x-bloomery-replica"
 ATTEMPTS = 3
+REPORT_SECONDS = 2.0
 HeaderLines: TypeAlias = list[tuple[bytes, bytes]]
 
 
@@ -66,10 +71,23 @@ class PrefixRouter(RequestRouter):
         self._memory.record(pending_request.args[0], replica_id.unique_id)
 
 
+class Board:
+    """The figures of all replicas. Asking it waits for no replica, however busy they are."""
+
+    def __init__(self) -> None:
+        self._figures = Figures()
+
+    async def report(self, replica: str, text: str) -> None:
+        self._figures.report(replica, text)
+
+    async def text(self, labelled: bool) -> str:
+        return self._figures.labelled() if labelled else self._figures.summed()
+
+
 class Replica:
     """A private daemon and bloomery-serve's application in front of it, in one Ray actor."""
 
-    def __init__(self, flags: str) -> None:
+    def __init__(self, flags: str, board: DeploymentHandle) -> None:
         args = build_parser().parse_args(shlex.split(flags))
         config = daemon_of(args)
         self._name = serve.get_replica_context().replica_id.unique_id
@@ -80,7 +98,9 @@ class Replica:
         self._server = Server(settings_of(args), self._backend)
         self._server.prompt_block = args.batch_size or DEFAULT_BLOCK
         self._app = make_app(self._server)
+        self._board, self._rates = board, Rates()
         self._watching: asyncio.Task[None] | None = None
+        self._reporting: asyncio.Task[None] | None = None
 
     async def check_health(self) -> None:
         """Called once before the first request, then at intervals: Ray replaces a replica whose daemon is lost for
@@ -89,8 +109,20 @@ class Replica:
             opened = asyncio.Event()
             self._watching = asyncio.create_task(watch(self._server, opened.set, opened.set))
             await opened.wait()
+            if self._server.settings.metrics_endpoint:
+                self._reporting = asyncio.create_task(self._report())
         if self._backend.state == "failed":
             raise BloomeryError(f"the daemon cannot be used: {self._backend.error}")
+
+    async def _report(self) -> None:
+        """Leaves this replica's figures on the board, again and again."""
+        while True:
+            try:
+                text = metrics_text(await self._server.metrics(), self._server.longest, self._rates)
+                await self._board.report.remote(self._name, text)
+            except Exception as error:  # a daemon or a board that is being replaced
+                log.info("no report: %s", error)
+            await asyncio.sleep(REPORT_SECONDS)
 
     async def ask(
         self, keys: tuple[str, ...], method: str, path: str, query: bytes, headers: HeaderLines, body: bytes
@@ -140,8 +172,9 @@ class Replica:
 
     def __del__(self) -> None:
         """Ray's call when it takes a replica away; a killed one's daemon ends by itself."""
-        if watching := getattr(self, "_watching", None):
-            watching.cancel()  # or it would start another daemon
+        for task in (getattr(self, "_watching", None), getattr(self, "_reporting", None)):
+            if task:
+                task.cancel()  # or it would start another daemon
         if source := getattr(self, "_source", None):
             source.stop()
 
@@ -149,16 +182,23 @@ class Replica:
 class Front:
     """Reads requests and hands them to replicas: whatever is sent to it looks like bloomery-serve."""
 
-    def __init__(self, replicas: DeploymentHandle, settings: ServerSettings, application: str) -> None:
+    def __init__(
+        self, replicas: DeploymentHandle, board: DeploymentHandle, settings: ServerSettings, application: str
+    ) -> None:
+        self._board = board
         self._replicas = replicas.options(method_name="ask", stream=True)
         self._settings = settings
         self._application = application
-        self._health = {settings.prefix.rstrip("/") + path for path in HEALTH}
+        prefix = settings.prefix.rstrip("/")
+        self._health = {prefix + path for path in HEALTH}
+        self._metrics = f"{prefix}/metrics"
 
     async def __call__(self, request: Request) -> Response:
         if request.url.path in self._health:
             return await self._state()
         try:
+            if request.method == "GET" and request.url.path == self._metrics:
+                return await self._figures(request)
             body = await read_body(request, self._settings.max_body)
             return await self._forward(request, body)
         except RequestError as error:
@@ -173,6 +213,16 @@ class Front:
         if not running:
             return error_response(RequestError("loading", "no replica is ready"))
         return JSONResponse({"status": "ok", "replicas": running})
+
+    async def _figures(self, request: Request) -> Response:
+        """Of all replicas: their sums, or with ?by=replica each one's."""
+        if not has_key(request.headers, self._settings.api_keys):
+            raise no_key()
+        if not self._settings.metrics_endpoint:
+            raise no_metrics()
+        labelled = request.query_params.get("by") == "replica"
+        text = await self._board.text.remote(labelled)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def _forward(self, request: Request, body: bytes) -> Response:
         keys: tuple[str, ...] = ()
@@ -254,10 +304,10 @@ def app(options: dict[str, str]) -> serve.Application:
         graceful_shutdown_timeout_s=20,
         **scale,
     )
-    front = serve.deployment(
-        Front, name="Front", ray_actor_options={"num_cpus": 0}, max_ongoing_requests=numbers["queue"] + 10_000
-    )
-    return front.bind(replicas.bind(given["flags"]), settings_of(args), given["name"])
+    light: dict[str, Any] = {"ray_actor_options": {"num_cpus": 0}, "max_ongoing_requests": numbers["queue"] + 10_000}
+    board = serve.deployment(Board, name="Board", **light).bind()
+    front = serve.deployment(Front, name="Front", **light)
+    return front.bind(replicas.bind(given["flags"], board), board, settings_of(args), given["name"])
 
 
 def _number(name: str, text: str) -> int:

@@ -28,7 +28,7 @@ from bloomery.launcher.command_line import (
     run_program,
     write_line,
 )
-from bloomery.launcher.demo_model import chosen_model
+from bloomery.launcher.demo_model import chosen_draft, chosen_model
 from bloomery.launcher.draft_options import DRAFT_OPTIONS, add_draft_options
 from bloomery.launcher.serve_flags import add_accepted_flags, add_default_flags, default_fields
 from bloomery.runtime.daemon_config import DaemonConfig
@@ -162,10 +162,13 @@ def _add_chat_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--reasoning-budget",
-        type=int,
+        type=budget,
         default=-1,
-        choices=(-1, 0),
-        help="0 is --reasoning off, -1 (default) sets no limit; other limits are not supported",
+        metavar="N",
+        help="tokens of reasoning, after which its end is forced; 0: none, -1 (default): no limit",
+    )
+    group.add_argument(
+        "--reasoning-budget-message", default="", metavar="TEXT", help="what reasoning that is cut off ends with"
     )
     group.add_argument(
         "--prefill-assistant",
@@ -180,6 +183,13 @@ def _add_chat_flags(group: argparse._ArgumentGroup) -> None:
         choices=("none", "mean", "cls", "last"),
         help="how embeddings are made (default mean)",
     )
+
+
+def budget(text: str) -> int:
+    number = int(text)
+    if number < -1:
+        raise argparse.ArgumentTypeError(f"{number} is below -1, which sets no limit")
+    return number
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -213,7 +223,7 @@ def settings_of(args: argparse.Namespace) -> ServerSettings:
         aliases=names(args.alias),
         tags=names(args.tags),
         api_keys=frozenset(keys),
-        defaults=default_fields(args),
+        defaults=default_fields(args) | reasoning_defaults(args),
         slots_endpoint=args.slots,
         metrics_endpoint=args.metrics,
         props_endpoint=args.props,
@@ -225,7 +235,7 @@ def settings_of(args: argparse.Namespace) -> ServerSettings:
         chat_template_kwargs=variables,
         prefill_assistant=args.prefill_assistant,
         reasoning_format=args.reasoning_format,
-        reasoning="off" if args.reasoning_budget == 0 else args.reasoning,
+        reasoning=args.reasoning,
         verbose=args.verbose,
         context_shift=args.context_shift,
         embeddings=args.embedding,
@@ -238,6 +248,14 @@ def settings_of(args: argparse.Namespace) -> ServerSettings:
         proxy=args.ui_mcp_proxy,
         sleep_seconds=args.sleep_idle_seconds,
     )
+
+
+def reasoning_defaults(args: argparse.Namespace) -> dict[str, Any]:
+    given = {
+        "reasoning_budget_tokens": args.reasoning_budget,
+        "reasoning_budget_message": args.reasoning_budget_message,
+    }
+    return {name: value for name, value in given.items() if value not in (-1, "")}
 
 
 def daemon_of(args: argparse.Namespace) -> DaemonConfig:
@@ -270,6 +288,7 @@ def daemon_of(args: argparse.Namespace) -> DaemonConfig:
         "slot_folder": str(Path(args.slot_save_path).resolve()) if args.slot_save_path else None,
         "alias": names(args.alias)[0] if names(args.alias) else None,
         **{field: getattr(args, attribute) for attribute, field, _ in DRAFT_OPTIONS},
+        "draft_model": chosen_draft(args),
     }
     chosen = {name: value for name, value in given.items() if value is not None}
     return DaemonConfig(model=chosen_model(args), context=context, slots=slots, **chosen)

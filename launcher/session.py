@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from bloomery.launcher.command_line import daemon_config, refuse_daemon_options
-from bloomery.launcher.demo_model import chosen_model
+from bloomery.launcher.demo_model import chosen_draft, chosen_model
 from bloomery.launcher.progress import ProgressDisplay
 from bloomery.runtime.client import Client
 from bloomery.runtime.private_daemon import PrivateDaemon
@@ -22,7 +22,7 @@ def open_session(program: str, args: argparse.Namespace, **defaults: int | str) 
     nothing. Raises BloomeryError for a model that cannot be used and for a daemon that cannot be reached."""
     with ExitStack() as stack:
         if args.endpoint is None:
-            config = daemon_config(args, chosen_model(args), **defaults)
+            config = daemon_config(args, chosen_model(args), chosen_draft(args), **defaults)
             display = stack.enter_context(ProgressDisplay(program))
             daemon = stack.enter_context(PrivateDaemon(config, progress=display))
             client = Client(daemon.endpoint, runs=lambda: daemon.runs)

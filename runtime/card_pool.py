@@ -10,9 +10,9 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,7 @@ CARD_WORKLOAD = "bloomery.gpu_worker.model_workload:load"
 EXPERT_WORKLOAD = "bloomery.cpu_experts.expert_workload:load"
 
 _pool_numbers = itertools.count()
+T = TypeVar("T")
 
 
 class CardRows:
@@ -218,6 +219,30 @@ class CardPool:
     def snapshot(self, slot: int, positions: int, reach: int = 0) -> StateSnapshot:
         with self._runner.errand():
             return self._states.snapshot(slot, positions, reach)
+
+    def copy_pieces(self, source: int, target: int, positions: int) -> Generator[None, None, None]:
+        """See InPieces."""
+        return self._errands(self._states.copy_pieces(source, target, positions))
+
+    def snapshot_pieces(self, slot: int, positions: int, reach: int = 0) -> Generator[None, None, StateSnapshot]:
+        """See InPieces."""
+        return self._errands(self._states.snapshot_pieces(slot, positions, reach))
+
+    def restore_pieces(
+        self, slot: int, snapshot: StateSnapshot, positions: int | None = None
+    ) -> Generator[None, None, None]:
+        """See InPieces."""
+        return self._errands(self._states.restore_pieces(slot, snapshot, positions))
+
+    def _errands(self, pieces: Generator[None, None, T]) -> Generator[None, None, T]:
+        """The same pieces, each an errand of its own, so that steps may run between them."""
+        while True:
+            try:
+                with self._runner.errand():
+                    next(pieces)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            yield
 
     def snapshot_bytes(self, positions: int, reach: int = 0) -> int:
         return self._states.snapshot_bytes(positions, reach)

@@ -2,7 +2,7 @@
 
 Owns queue, running sequences and the order in which they meet the executor. Knows no sockets and no processes. `run`
 and everything that touches slots or steps belong to one thread, the engine's; `submit`, `abort`, `hold`, `status`,
-`metrics`, `drain` and `close` may be called from any thread and never wait for a step.
+`metrics`, `end_reasoning`, `drain` and `close` may be called from any thread and never wait for a step.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ import numpy as np
 
 from bloomery.runtime.drafts.drafting import Drafting
 from bloomery.runtime.engine_counters import EngineCounters
-from bloomery.runtime.errors import BloomeryError, RequestError, StepAborted, WorkerLost
-from bloomery.runtime.executor import StepExecutor, StepResult, StepRows
+from bloomery.runtime.errors import RequestError, StepAborted, WorkerLost
+from bloomery.runtime.executor import InPieces, StepExecutor, StepResult, StepRows
 from bloomery.runtime.requests import Event, Failed, GenerationRequest
 from bloomery.runtime.sampling_checks import check_integer
 from bloomery.runtime.sampling_tools import SamplingTools
 from bloomery.runtime.scheduler import Scheduler
 from bloomery.runtime.sequence import Sequence, Sink, Why
-from bloomery.runtime.slots import Slot, SlotPool
+from bloomery.runtime.slot_errands import Errand, as_failure, slot_errand
+from bloomery.runtime.slots import SlotPool, Taking
 from bloomery.runtime.snapshot_cache import SnapshotCache
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LARGE_VOCABULARY = 20_000
+MOVE_SECONDS = 0.005
+"""How long states of slots are copied before each step, while somebody waits for that step; for ALONE_SECONDS, where
+nobody does but the copies' own requests, which may be aborted meanwhile."""
+ALONE_SECONDS = 0.05
 
 
 class Engine:
@@ -59,7 +64,8 @@ class Engine:
         self._tools, self._drafting = SamplingTools(tokenizer), drafting
         self._queue_limit = queue_limit
         self._snapshots = SnapshotCache(executor, snapshot_bytes)
-        self._pool = SlotPool(executor.slots, executor.copy_prefix, executor.continuable, self._snapshots)
+        pieces = executor.copy_pieces if isinstance(executor, InPieces) else None
+        self._pool = SlotPool(executor.slots, executor.copy_prefix, executor.continuable, self._snapshots, pieces)
         self._scheduler = Scheduler(executor.max_rows, executor.max_out_rows)
         self._counters = EngineCounters(executor.slots)
         self._lock = threading.Lock()  # guards the next five; never held during a step, a copy or a sink's call
@@ -69,6 +75,7 @@ class Engine:
         self._step_of: tuple[Sequence, ...] = ()  # whom the running step is for, if it has prompt rows
         self._errands: list[Errand] = []  # what to do with slots once they are idle
         self._running: list[Sequence] = []  # in order of admission; changed by the engine's thread alone
+        self._arriving: list[tuple[Sequence, Taking]] = []  # out of the queue; their slots are being made ready
         self._wake = threading.Event()
         self._idle = threading.Event()
         self._idle.set()
@@ -129,6 +136,11 @@ class Engine:
             self._wake.set()
         return sequence is not None
 
+    def end_reasoning(self, request_id: bytes) -> bool:
+        """Brings the reasoning of a request to its end with its next token; False if there is none that runs."""
+        sequence = self._known.get(request_id)
+        return sequence is not None and sequence.end_reasoning()
+
     def drain(self) -> None:
         """No new requests: queued ones fail, running ones are finished. `wait_idle` tells when."""
         self._draining = True
@@ -185,7 +197,7 @@ class Engine:
             **self._counters.values(),
             **(self._drafting.counts() if self._drafting else {}),
             "queue_depth": len(self._queue) + len(self._preparing),
-            "running": len(self._running),
+            "running": len(self._running) + len(self._arriving),
             "slots": len(self._pool.slots),
             "cache_tokens_used": self._pool.held_tokens,
             "cache_tokens_total": len(self._pool.slots) * self._executor.context,
@@ -197,27 +209,7 @@ class Engine:
         """save, restore or erase a slot once it is idle; `name` is that of a file. The future gets the number of
         tokens, for files also bytes and seconds. Raises RequestError at once for what cannot be meant."""
         check_integer("slot", index, 0, len(self._pool.slots) - 1)
-        path = files.path(name) if action != "erase" else None
-        slot, executor = self._pool.slots[index], self._executor
-
-        def work() -> dict[str, Any]:
-            if action == "erase":
-                slot.count, count = 0, slot.count
-                return {"tokens": count}
-            assert path is not None
-            if action == "save":
-                return files.save(path, slot.tokens[: slot.count], executor.snapshot(index, slot.count))
-            begun = time.perf_counter()
-            tokens, snapshot, size = files.load(path, executor.context)
-            slot.count = 0  # nothing is claimed while the rows are being overwritten
-            try:
-                executor.restore(index, snapshot)
-            except ValueError as error:
-                raise RequestError("invalid_request", f"{name} cannot be restored: {error}") from None
-            slot.tokens, slot.count = tokens, len(tokens)
-            return {"tokens": len(tokens), "bytes": size, "seconds": time.perf_counter() - begun}
-
-        errand = Errand(slot, work)
+        errand = slot_errand(action, self._pool.slots[index], name, files, self._executor)
         with self._lock:
             self._check_open()
             self._errands.append(errand)
@@ -246,6 +238,7 @@ class Engine:
             return False
         if self._interrupted:
             self._interrupted = False
+            self._turn_away(lambda sequence: sequence.interrupted)
             for sequence in tuple(self._running):
                 if sequence.interrupted:
                     self._deliver(sequence, sequence.interrupt(sequence.interrupted))
@@ -253,9 +246,11 @@ class Engine:
             self._run_errands()
         if self._queue:
             self._admit()
-        parts = self._scheduler.plan(self._running, bool(self._queue))
+        if self._arriving:
+            self._make_ready()
+        parts = self._scheduler.plan(self._running, bool(self._queue or self._arriving))
         if not parts:
-            return self._interrupted  # by a sink, just now
+            return self._interrupted or bool(self._arriving)  # interrupted by a sink, just now
         prompt_rows = sum(rows for sequence, rows in parts if sequence.rows_left > 1)
         streams = sum(sequence.rows_left == 1 for sequence, _ in parts)
         if self._drafting and not prompt_rows:
@@ -333,22 +328,52 @@ class Engine:
                 if sequence is None:
                     return
                 self._queue.remove(sequence)
-                self._running.append(sequence)
             wanted = sequence.request.slot
+            taking = self._pool.take(sequence.tokens, sequence.prompt_length, sequence.reuse, wanted)
+            self._arriving.append((sequence, taking))
+
+    def _make_ready(self) -> None:
+        """Goes on with the slots of who arrives, first come, first served, for as long as the running ones can wait.
+        Whose slot is ready as it is does not wait for others' copies."""
+        alone = all(sequence.held for sequence in self._running)
+        end, copied = time.perf_counter() + (ALONE_SECONDS if alone else MOVE_SECONDS), False
+        for arrival in tuple(self._arriving):
+            sequence, taking = arrival
+            left = end - time.perf_counter()
+            if taking.copies and left <= 0 and copied:
+                continue
+            copied = copied or taking.copies
             try:
-                slot, cached = self._pool.acquire(sequence.tokens, sequence.prompt_length, sequence.reuse, wanted)
+                ready = taking.advance(left)
             except WorkerLost as error:
-                self._recover(error)
+                self._arriving.remove(arrival)
+                self._running.append(sequence)  # ends with all the others
+                return self._recover(error)
             except Exception as error:
+                self._arriving.remove(arrival)
                 self._deliver(sequence, sequence.interrupt(as_failure(error)))
-            else:
-                self._counters.cached_tokens += cached
-                self._deliver(sequence, [sequence.start(slot, cached)])
+                continue
+            if not ready:
+                continue
+            self._arriving.remove(arrival)
+            self._running.append(sequence)
+            taking.slot.steady = not sequence.request.context_shift
+            self._counters.cached_tokens += taking.cached
+            self._deliver(sequence, [sequence.start(taking.slot, taking.cached)])
+
+    def _turn_away(self, why: Callable[[Sequence], Why | None]) -> None:
+        """Ends those who arrive for whom there is a reason."""
+        for arrival in tuple(self._arriving):
+            sequence, taking = arrival
+            if reason := why(sequence):
+                self._arriving.remove(arrival)
+                taking.cancel()
+                self._deliver(sequence, sequence.interrupt(reason))
 
     def _run_errands(self) -> None:
         """Those whose slots are idle, in their order."""
         with self._lock:
-            able = [errand for errand in self._errands if not errand.slot.busy]
+            able = [errand for errand in self._errands if errand.slot.free]
             for errand in able:
                 self._errands.remove(errand)
         for errand in able:
@@ -430,6 +455,7 @@ class Engine:
         self._fail_queued(failure)
 
     def _end_running(self, failure: RequestError) -> None:
+        self._turn_away(lambda sequence: sequence.interrupted or failure)
         for sequence in tuple(self._running):
             self._deliver(sequence, sequence.interrupt(sequence.interrupted or failure))
 
@@ -441,21 +467,6 @@ class Engine:
             errand.result.set_exception(failure)
         for sequence in queued:
             self._deliver(sequence, sequence.interrupt(failure))
-
-
-class Errand:
-    """Something to do with a slot while no request uses it."""
-
-    def __init__(self, slot: Slot, work: Callable[[], dict[str, Any]]) -> None:
-        self.slot, self._work = slot, work
-        self.result: Future[dict[str, Any]] = Future()
-        self.result.set_running_or_notify_cancel()  # nobody can cancel it any more
-
-    def run(self) -> None:
-        try:
-            self.result.set_result(self._work())
-        except Exception as error:
-            self.result.set_exception(as_failure(error))
 
 
 def step_rows(parts: list[tuple[Sequence, int]], out_rows: list[int]) -> StepRows:
@@ -473,15 +484,6 @@ def step_rows(parts: list[tuple[Sequence, int]], out_rows: list[int]) -> StepRow
         positions[begin:end] = np.arange(slot.count, slot.count + rows)
         wanted.extend(range(end - outs, end))
     return StepRows(tokens, slots, positions, np.array(wanted, dtype=np.int32))
-
-
-def as_failure(error: BaseException) -> RequestError:
-    """What a client is told of an exception; one that is nobody's input is also logged with its trace."""
-    if isinstance(error, RequestError):
-        return error
-    if not isinstance(error, BloomeryError):
-        log.error("internal error", exc_info=error)
-    return RequestError("internal", f"{type(error).__name__}: {error}", "the daemon's log has the trace")
 
 
 def shutting_down() -> RequestError:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,6 +107,21 @@ class StepExecutor(Protocol):
         """Counters for status and metrics (worker pids, restarts, step times); callable from any thread."""
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class InPieces(Protocol):
+    """What an executor may have besides: the same copies, a few MiB at a time. Between two pieces steps of other slots
+    may run, but the slots concerned stay as they are; of a `source` that goes on, only the rows of its first
+    `positions` positions have to, and what rings hold of them is copied with the first piece."""
+
+    def copy_pieces(self, source: int, target: int, positions: int) -> Generator[None, None, None]: ...
+
+    def snapshot_pieces(self, slot: int, positions: int, reach: int = 0) -> Generator[None, None, StateSnapshot]: ...
+
+    def restore_pieces(
+        self, slot: int, snapshot: StateSnapshot, positions: int | None = None
+    ) -> Generator[None, None, None]: ...
 
 
 def check_rows(rows: StepRows, executor: StepExecutor, vocabulary: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
@@ -244,6 +245,20 @@ class HostPool:
     def snapshot(self, slot: int, positions: int, reach: int = 0) -> StateSnapshot:
         self._check_slots(slot)
         return self._states.snapshot(slot, positions, reach)
+
+    def copy_pieces(self, source: int, target: int, positions: int) -> Generator[None, None, None]:
+        """See InPieces."""
+        return self._states.copy_pieces(source, target, positions)
+
+    def snapshot_pieces(self, slot: int, positions: int, reach: int = 0) -> Generator[None, None, StateSnapshot]:
+        """See InPieces."""
+        return self._states.snapshot_pieces(slot, positions, reach)
+
+    def restore_pieces(
+        self, slot: int, snapshot: StateSnapshot, positions: int | None = None
+    ) -> Generator[None, None, None]:
+        """See InPieces."""
+        return self._states.restore_pieces(slot, snapshot, positions)
 
     def snapshot_bytes(self, positions: int, reach: int = 0) -> int:
         return self._states.snapshot_bytes(positions, reach)

@@ -7,7 +7,7 @@ sockets, sessions or credit. WELCOME is in `facts.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from bloomery.runtime.field_types import (
     any_float,
     anything,
     array,
+    binary,
     choice,
     flag,
     integer,
@@ -46,6 +47,7 @@ from bloomery.runtime.requests import (
     Final,
     GenerationRequest,
     Progress,
+    Reasoning,
     SamplingParameters,
     TokenLogprob,
 )
@@ -103,6 +105,15 @@ CONSTRAINT_SCHEMA = Schema(
         Field("triggers", array(text(), 64), ()),
     ),
 )
+REASONING_SCHEMA = Schema(
+    "reasoning",
+    (
+        Field("start", text()),
+        Field("ends", array(text(), 16)),
+        Field("budget", integer(-1, 2**31 - 1), -1),
+        Field("message", text(), ""),
+    ),
+)
 REQUEST_SCHEMA = Schema(
     "REQUEST",
     (
@@ -128,6 +139,7 @@ REQUEST_SCHEMA = Schema(
         Field("constraint", nullable(record(CONSTRAINT_SCHEMA)), None),
         Field("shown_tokens", token_array(), ()),
         Field("draft_tokens", nullable(_COUNT), None),
+        Field("reasoning", nullable(record(REASONING_SCHEMA)), None),
         Field("credit", integer(0, 2**31 - 1), DEFAULT_CREDIT),
     ),
 )
@@ -177,6 +189,7 @@ FINAL_SCHEMA = Schema(
         Field("shifted_tokens", _COUNT, 0),
         Field("draft_tokens", _COUNT, 0),
         Field("draft_accepted", _COUNT, 0),
+        Field("reasoning_tokens", _COUNT, 0),
     ),
 )
 ERROR_SCHEMA = Schema(
@@ -184,6 +197,7 @@ ERROR_SCHEMA = Schema(
     (Field("code", text()), Field("message", text(), ""), Field("hint", text(), ""), Field("details", mapping(), {})),
 )
 CALL_SCHEMA = Schema("CALL", (Field("method", text()), Field("arguments", mapping(), {})))
+END_REASONING_SCHEMA = Schema("end_reasoning", (Field("request", binary()),))
 RESULT_SCHEMA = Schema("RESULT", (Field("value", anything(), None),))
 EMPTY_SCHEMA = Schema("empty", ())
 
@@ -205,10 +219,9 @@ SCHEMAS: dict[Kind, Schema] = {
     Kind.RESULT: RESULT_SCHEMA,
 }
 
-_LEFT_OUT_IF_ZERO = ("shifted_tokens", "draft_tokens", "draft_accepted")
-_PLAIN_REQUEST_FIELDS = tuple(
-    field.name for field in fields(GenerationRequest) if field.name not in ("request_id", "sampling", "constraint")
-)
+_LEFT_OUT_IF_ZERO = ("shifted_tokens", "draft_tokens", "draft_accepted", "reasoning_tokens")
+_OF_THEIR_OWN = ("request_id", "sampling", "constraint", "reasoning")
+_PLAIN_REQUEST_FIELDS = tuple(field.name for field in fields(GenerationRequest) if field.name not in _OF_THEIR_OWN)
 
 
 @dataclass(frozen=True)
@@ -239,6 +252,8 @@ def request_message(request: GenerationRequest, credit: int = DEFAULT_CREDIT) ->
         body["sampling"] = sampling
     if request.constraint:
         body["constraint"] = _changed(request.constraint)
+    if request.reasoning:
+        body["reasoning"] = {**asdict(request.reasoning), "ends": list(request.reasoning.ends)}
     if credit != DEFAULT_CREDIT:
         body["credit"] = credit
     return Message(Kind.REQUEST, request.request_id, body)
@@ -268,6 +283,8 @@ def read_request(message: Message) -> Submission:
     values["sampling"] = SamplingParameters(**values["sampling"])
     if values["constraint"] is not None:
         values["constraint"] = Constraint(**values["constraint"])
+    if values["reasoning"] is not None:
+        values["reasoning"] = Reasoning(**values["reasoning"])
     return Submission(GenerationRequest(request_id=message.request_id, **values), credit)
 
 

@@ -96,6 +96,18 @@ class Constraint:
 
 
 @dataclass(frozen=True)
+class Reasoning:
+    """How an answer's reasoning is marked: it stands at the beginning, between `start` and the first of `ends`; a
+    prompt that ends with `start` (and blanks) has opened it already. Once `budget` tokens of it were chosen (-1: no
+    limit), and the character at hand is whole, `message` and then `ends[0]` are forced."""
+
+    start: str
+    ends: tuple[str, ...]
+    budget: int = -1
+    message: str = ""
+
+
+@dataclass(frozen=True)
 class GenerationRequest:
     """One request. The prompt is exactly one of: `tokens` as they are; `text` tokenised as the file says
     (`add_special`, `parse_special`); `messages` (OpenAI-style role/content maps) rendered by the file's chat template,
@@ -110,6 +122,8 @@ class GenerationRequest:
 
     `slot` asks for this slot: the request waits until it is idle. With `context_shift` a full slot forgets tokens and
     goes on: of those behind the first `keep`, `discard` (0: half of them); what is left is computed again.
+
+    `reasoning` limits the tokens of reasoning and counts them, and keeps a constraint with triggers asleep meanwhile.
 
     At most `draft_tokens` tokens are guessed ahead in one step (None: as many as the daemon is set to; 0: none). The
     answer is the same with any number.
@@ -138,6 +152,7 @@ class GenerationRequest:
     constraint: Constraint | None = None
     shown_tokens: tuple[int, ...] = ()
     draft_tokens: int | None = None
+    reasoning: Reasoning | None = None
 
     def __post_init__(self) -> None:
         assert len(self.request_id) == 16
@@ -189,7 +204,7 @@ class Chunk:
 class Final:
     """The end of a request. `stop` is the stop string or "" (end or stop token, which the chunks' `tokens` include);
     `shifted_tokens` were forgotten on the way (`context_shift`); `draft_tokens` guesses were checked and of them
-    `draft_accepted` accepted."""
+    `draft_accepted` accepted; `reasoning_tokens` of the generated ones were reasoning, its closing mark included."""
 
     request_id: bytes
     reason: FinishReason
@@ -204,6 +219,7 @@ class Final:
     shifted_tokens: int = 0
     draft_tokens: int = 0
     draft_accepted: int = 0
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True)

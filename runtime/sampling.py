@@ -70,7 +70,18 @@ class Sampler:
         executor's argmax of them. Raises RequestError if no token can be chosen."""
         if self._random is None and not self._penalises and self._lowered is not None and greedy not in self._lowered:
             return greedy  # lowering other logits cannot change the argmax
-        scores = self._biased(logits)
+        return self._chosen(self._biased(logits), history)
+
+    def force(self, token: int, vocabulary: int, history: NDArray[np.int32]) -> int:
+        """`token`, as if no other were possible: random numbers are drawn and the steps' states go on as ever."""
+        if self._random is None and not self._chain:
+            return token
+        scores = np.full(vocabulary, -math.inf, dtype=np.float32)
+        scores[token] = 0.0
+        self._chosen(scores, history)
+        return token
+
+    def _chosen(self, scores: Row, history: NDArray[np.int32]) -> int:
         if self._chain is None:
             scores = self._penalised(scores, history)
         best = float(scores.max())

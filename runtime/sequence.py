@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from bloomery.runtime.errors import RequestError
 from bloomery.runtime.pooling import POOLINGS, Pool
+from bloomery.runtime.reasoning import ReasoningWatch, check_reasoning
 from bloomery.runtime.requests import Admitted, Chunk, Event, Failed, Final, FinishReason, GenerationRequest, Progress
 from bloomery.runtime.sampling import Sampler, token_logprobs
 from bloomery.runtime.sampling_checks import check_integer, check_list, check_sampling, invalid
@@ -86,6 +87,7 @@ class Sequence:
         self._constraint = (
             tools.constraints.start(request.constraint, request.shown_tokens) if request.constraint else None
         )
+        self._reasoning = ReasoningWatch(request.reasoning, tokenizer, prompt) if request.reasoning else None
         self._detokenizer = Detokenizer(tokenizer, shown=frozenset(request.shown_tokens))
         self._stops = StopStrings(request.stop)
         self._pool = Pool(request.embeddings) if request.embeddings != "none" else None
@@ -295,17 +297,36 @@ class Sequence:
     def _choose(self, logits: NDArray[np.float32], greedy: int, take: int | None = None) -> int:
         """The next token. As in llama.cpp, one is chosen freely first, and again among the allowed ones if the
         constraint refuses it: a random number more, and no mask for all the tokens that need none. `take` is taken in
-        place of the one chosen first unless it would end the text."""
+        place of the one chosen first unless it would end the text. A token that ends reasoning is the only one."""
         history = self.tokens[: self.length]
-        token = self.sampler.choose(logits, greedy, history)
-        if take is not None and take not in self._ends and take not in self._excluded:
-            token = take
-        if self._constraint:
-            if not self._constraint.allows(token):
-                allowed = self._constraint.masked(logits)
-                token = self.sampler.choose(allowed, int(allowed.argmax()), history)
+        forced = self._forced_token()
+        if forced is not None:
+            token = self.sampler.force(forced, len(logits), history)
+        else:
+            token = self.sampler.choose(logits, greedy, history)
+            if take is not None and take not in self._ends and take not in self._excluded:
+                token = take
+        if self._constraint and not self._constraint.allows(token):
+            allowed = self._constraint.masked(logits)
+            token = self.sampler.choose(allowed, int(allowed.argmax()), history)
+        if self._reasoning and token not in self._ends:
+            self._reasoning.accept(token)
+        # what reasoning says of calls does not begin one
+        if self._constraint and (self._constraint.active or not (self._reasoning and self._reasoning.inside)):
             self._constraint.accept(token)
         return token
+
+    def _forced_token(self) -> int | None:
+        forced = self._reasoning.forced if self._reasoning else None
+        if forced is None or self._constraint is None or self._constraint.allows(forced):
+            return forced
+        assert self._reasoning is not None
+        self._reasoning.give_way()  # a form that has no place for it counts for more
+        return None
+
+    def end_reasoning(self) -> bool:
+        """Brings reasoning to its end with the next token; whether there is any. For any thread."""
+        return self._reasoning is not None and self._reasoning.end()
 
     def _rest(self) -> str:
         """The text still held back: an incomplete character, the beginning of a stop string that did not come."""
@@ -340,6 +361,7 @@ class Sequence:
             shifted_tokens=self.shifted,
             draft_tokens=self.draft_tokens,
             draft_accepted=self.draft_accepted,
+            reasoning_tokens=self._reasoning.tokens if self._reasoning else 0,
         )
 
 
@@ -357,6 +379,8 @@ def check_request(request: GenerationRequest, vocabulary: int, slots: int) -> No
         check_integer("slot", request.slot, 0, slots - 1)
     if request.draft_tokens is not None:
         check_integer("draft_tokens", request.draft_tokens, 0, 2**31 - 1)
+    if request.reasoning is not None:
+        check_reasoning(request.reasoning)
     if request.embeddings not in POOLINGS:
         raise invalid("embeddings", request.embeddings, f"one of {', '.join(POOLINGS)}")
     if request.embeddings != "none" and (request.max_tokens or request.score_prompt or request.logits != "none"):

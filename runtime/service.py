@@ -21,6 +21,7 @@ from bloomery.runtime.facts import Limits, Welcome
 from bloomery.runtime.messages import (
     CALL_SCHEMA,
     CREDIT_SCHEMA,
+    END_REASONING_SCHEMA,
     HELLO_SCHEMA,
     error_message,
     event_message,
@@ -60,6 +61,8 @@ class Generator(Protocol):
     def abort(self, request_id: bytes) -> object: ...
 
     def hold(self, request_id: bytes, held: bool) -> object: ...
+
+    def end_reasoning(self, request_id: bytes) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -244,7 +247,15 @@ class Service:
         values = CALL_SCHEMA.read(body)
         assert self._served is not None  # there is a session
         self._counters["calls"] += 1
+        if values["method"] == "end_reasoning":  # of a request that runs: it must not wait for others' prompts
+            ended = self._end_reasoning(session, **END_REASONING_SCHEMA.read(values["arguments"], "arguments"))
+            self._send(session.client, Message(Kind.RESULT, request_id, {"value": {"ended": ended}}))
+            return
         self._workbench.put(partial(self._call, self._served.calls, session.client, request_id, **values))
+
+    def _end_reasoning(self, session: Session, request: bytes) -> bool:
+        running = session.requests.get(request)
+        return running is not None and self._served is not None and self._served.engine.end_reasoning(running.internal)
 
     # ---- the utility thread ----
 

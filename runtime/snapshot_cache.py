@@ -7,14 +7,14 @@ Owns which snapshots are kept, what they take and which is dropped first. Knows 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bloomery.runtime.executor import StateSnapshot
+from bloomery.runtime.executor import InPieces, StateSnapshot
 from bloomery.runtime.memory_limits import available_memory
 from bloomery.runtime.prefixes import common_prefix
 
@@ -25,7 +25,7 @@ MEMORY_LEFT = 256 << 20
 
 
 class SlotMemory(Protocol):
-    """What is needed of an executor."""
+    """What is needed of an executor. One that has InPieces copies in pieces."""
 
     def continuable(self, slot: int) -> range: ...
 
@@ -36,12 +36,14 @@ class SlotMemory(Protocol):
     def restore(self, slot: int, snapshot: StateSnapshot, positions: int | None = None) -> None: ...
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Kept:
-    """A conversation's tokens (int32, as many as `snapshot.positions`) and the states that they left behind."""
+    """A conversation's tokens (int32, as many as `snapshot.positions`) and the states that they left behind. One that
+    is `lent`, to so many copies, is not dropped."""
 
     tokens: NDArray[np.int32]
     snapshot: StateSnapshot
+    lent: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -79,14 +81,31 @@ class SnapshotCache:
 
     def restore(self, kept: Kept, slot: int, positions: int) -> None:
         """Brings the first `positions` tokens of a snapshot into a slot; it stays kept, as the one used last."""
-        self._memory.restore(slot, kept.snapshot, positions)
+        for _ in self.restore_pieces(kept, slot, positions):
+            pass
+
+    def restore_pieces(self, kept: Kept, slot: int, positions: int) -> Generator[None, None, None]:
+        """`restore`, a few MiB at a time if the executor can."""
+        if isinstance(self._memory, InPieces):
+            yield from self._memory.restore_pieces(slot, kept.snapshot, positions)
+        else:
+            self._memory.restore(slot, kept.snapshot, positions)
         self._counts["hits"] += 1
         self._counts["restored_tokens"] += positions
         self._touch(kept)
 
-    def keep(self, slot: int, tokens: NDArray[np.int32], spared: Kept | None = None) -> bool:
+    def keep(self, slot: int, tokens: NDArray[np.int32]) -> bool:
         """Keeps what a slot that holds `tokens` has in its states; whether it did. Others make room for it, the least
-        recently used ones first, but `spared`, which is about to be used. One that the new one replaces goes, too."""
+        recently used ones first, but not those that are lent. One that the new one replaces goes, too."""
+        pieces = self.keep_pieces(slot, tokens)
+        while True:
+            try:
+                next(pieces)
+            except StopIteration as end:
+                return bool(end.value)
+
+    def keep_pieces(self, slot: int, tokens: NDArray[np.int32]) -> Generator[None, None, bool]:
+        """`keep`, a few MiB at a time if the executor can. Memory counts as taken from the beginning on."""
         count = len(tokens)
         allowed = self._memory.continuable(slot)
         if not self.limit or count not in allowed:
@@ -97,27 +116,35 @@ class SnapshotCache:
                 return True
         reach = count - allowed.start
         need = tokens.nbytes + self._memory.snapshot_bytes(count, reach)
-        if need > self.limit - (spared.nbytes if spared else 0):
+        if need > self.limit - sum(other.nbytes for other in self._kept if other.lent):
             self._counts["refused"] += 1
             return False
         for other in tuple(self._kept):
             if (
-                other is not spared
+                not other.lent
                 and allowed.start <= other.first
                 and common_prefix(tokens, other.tokens) == len(other.tokens)
             ):
                 self._drop(other)
-        if not self._make_room(need, spared):
+        if not self._make_room(need):
             self._counts["refused"] += 1
             return False
+        self.nbytes += need
+        kept = None
         try:
-            kept = Kept(tokens.copy(), self._memory.snapshot(slot, count, reach))
+            if isinstance(self._memory, InPieces):
+                snapshot = yield from self._memory.snapshot_pieces(slot, count, reach)
+            else:
+                snapshot = self._memory.snapshot(slot, count, reach)
+            kept = Kept(tokens.copy(), snapshot)
         except MemoryError:
             log.warning("no memory for a snapshot of %d bytes", need)
             self._counts["refused"] += 1
+        finally:
+            self.nbytes += (kept.nbytes if kept else 0) - need
+        if kept is None:
             return False
         self._kept.append(kept)
-        self.nbytes += kept.nbytes
         self._counts["stored"] += 1
         return True
 
@@ -125,9 +152,9 @@ class SnapshotCache:
         """Plain values. `dropped` counts those that made room, `refused` those for which there was none."""
         return {"bytes": self.nbytes, "limit_bytes": self.limit, "snapshots": len(self._kept), **self._counts}
 
-    def _make_room(self, need: int, spared: Kept | None) -> bool:
+    def _make_room(self, need: int) -> bool:
         while self.nbytes + need > self.limit or self._available() < need + MEMORY_LEFT:
-            oldest = next((kept for kept in self._kept if kept is not spared), None)
+            oldest = next((kept for kept in self._kept if not kept.lent), None)
             if oldest is None:
                 return False
             self._drop(oldest)

@@ -69,6 +69,9 @@ class ScriptedEngine:
         self.holds.append(held)
         return True
 
+    def end_reasoning(self, request_id: bytes) -> bool:
+        return request_id in self.requests
+
     def emit(self, *events: Event) -> None:
         """To the only request."""
         (sink,) = self.sinks.values()

@@ -5,6 +5,7 @@ Planted once and seen to fail: a draft model's caches that count one token too m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 import numpy as np
@@ -15,7 +16,7 @@ from toy_draft import ToyDraft
 from toy_model import TOKENIZER, VOCABULARY, ToyExecutor, logits_after, solo
 
 from bloomery.runtime.drafts import lookup
-from bloomery.runtime.drafts.draft import Draft, Wanted
+from bloomery.runtime.drafts.draft import Draft, Proposal, Wanted
 from bloomery.runtime.drafts.drafting import Drafting, DraftLimits
 from bloomery.runtime.drafts.lookup import LookupDraft
 from bloomery.runtime.drafts.model import ModelDraft
@@ -163,6 +164,23 @@ def drafted(draft: Draft, executor: ToyExecutor | None = None, limits: DraftLimi
     limits = limits or DraftLimits(fixed=True)
     drafting = Drafting(draft, limits, min(executor.max_rows, executor.max_out_rows))
     return Client(Engine(executor, TOKENIZER, None, drafting=drafting))
+
+
+class SilentDraft(ToyDraft):
+    """Has nothing to say."""
+
+    def propose(self, wanted: Sequence[Wanted]) -> list[Proposal]:
+        return [Proposal() for _ in super().propose(wanted)]
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_a_draft_is_asked_in_every_step_only_if_that_is_wanted(fixed: bool) -> None:
+    draft = SilentDraft(1.0)
+    client = drafted(draft, limits=DraftLimits(fixed=fixed))
+    request = client.submit(max_tokens=400, ignore_eos=True)
+    exhaust(client)
+    assert client.final(request).generated_tokens == 400
+    assert draft.asked == 398 if fixed else 64 < draft.asked < 200, draft.asked
 
 
 def test_counts_and_steps() -> None:

@@ -94,11 +94,13 @@ def hub() -> Iterator[HubStand]:
         yield running
 
 
-def fetch(hub: HubStand, home: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def fetch(
+    hub: HubStand, home: Path, *arguments: str, run: str = "tokenize", **environment: str
+) -> subprocess.CompletedProcess[str]:
     """A program in a process of its own, since huggingface_hub reads its environment once. It fails after the download,
     for the data is no model; what it says then names the file."""
     own = {"HF_HOME": str(home), "HF_ENDPOINT": hub.url, "HF_TOKEN": "", "HF_HUB_DISABLE_XET": "1", **environment}
-    command = program("tokenize", *arguments)
+    command = program(run, *arguments)
     environ = {**os.environ, **own}
     return subprocess.run(command, input="x", capture_output=True, text=True, timeout=60, env=environ)
 
@@ -155,6 +157,47 @@ def test_a_killed_program_leaves_what_the_next_one_goes_on_from(hub: HubStand, t
     fetch(hub, tmp_path, "--hf", MODEL)
     assert hub.ranges == ["bytes=2000000-"] and hub.sent == len(data) - 2_000_000
     assert [blob.read_bytes() for blob in blobs(tmp_path)] == [data]
+
+
+def test_a_draft_model_comes_the_same_way(hub: HubStand, tmp_path: Path) -> None:
+    """What a killed program left is gone on from, checked, and found again without a connection; damage is refused."""
+    data = hub.files["maker/draft-GGUF/draft-Q4_K_M.gguf"] = Path(demo_model_path("tiny-qwen3moe")).read_bytes()
+    folder = tmp_path / "hub" / "models--maker--draft-GGUF" / "blobs"
+    folder.mkdir(parents=True)
+    part = folder / f"{hashlib.sha256(data).hexdigest()}.bloomery.part"
+    part.write_bytes(data[:1_000_000])
+    drafted = ("--demo", "tiny-qwen3moe", "--threads", "1", "--ctx", "64", "--prompt", "Once", "-n", "8")
+    hub.damage = True
+    refused = fetch(hub, tmp_path, *drafted, "-hfd", "maker/draft-GGUF", run="generate")
+    assert refused.returncode == 1 and "arrived damaged: its checksum is" in refused.stderr, refused.stderr
+    hub.damage, hub.ranges, hub.sent = False, [], 0
+    part.write_bytes(data[:1_000_000])
+    first = fetch(hub, tmp_path, *drafted, "-hfd", "maker/draft-GGUF", run="generate")
+    assert first.returncode == 0, first.stderr
+    assert hub.ranges == ["bytes=1000000-"] and hub.sent == len(data) - 1_000_000
+    assert [blob.read_bytes() for blob in blobs(tmp_path)] == [data]
+    for arguments in (("--spec-draft-hf", "maker/draft-GGUF:q4_k_m"), ("--hf-repo-draft", "maker/draft-GGUF")):
+        again = fetch(hub, tmp_path, *drafted, *arguments, "--offline", run="generate")
+        assert (again.returncode, again.stdout) == (0, first.stdout), again.stderr
+    assert hub.sent == len(data) - 1_000_000, "nothing was transferred twice"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("-hfd", "nothing"), "--hf-repo-draft 'nothing' names no repository"),
+        (("-hfd", MODEL, "-md", "x.gguf"), "--model-draft and --hf-repo-draft both name a draft model"),
+        (("-hfd", f"{MODEL}:Q3_K_S"), "no quant type Q3_K_S -> it has F16, Q4_K_M, Q8_0"),
+        (("-hfd", MODEL, "--offline"), "is not in the cache"),
+        (("-hfd", MODEL, "--endpoint", "ipc:///x"), "--hf-repo-draft has no effect on the daemon"),
+    ],
+)
+def test_draft_models_that_cannot_be_had(
+    hub: HubStand, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    answer = fetch(hub, tmp_path, "--prompt", "x", *arguments, run="generate")
+    assert answer.returncode in (1, 2) and message in answer.stderr and " -> " in answer.stderr, answer.stderr
+    assert answer.stderr.count("\n") == 1
 
 
 def test_damaged_data_is_refused_and_fetched_anew(hub: HubStand, tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ SCHEMAS: dict[str, Schema] = {
         for schema in (
             messages.SAMPLING_SCHEMA,
             messages.CONSTRAINT_SCHEMA,
+            messages.REASONING_SCHEMA,
+            messages.END_REASONING_SCHEMA,
             messages.LOGPROB_SCHEMA,
             messages.ARRAY_SCHEMA,
             facts.MODEL_SCHEMA,

@@ -45,7 +45,7 @@ def cluster() -> Iterator[Serving]:
         port = free.getsockname()[1]
     try:
         serve.start(http_options={"port": port})
-        flags = f"--demo tiny-qwen3moe -t 1 -c {2 * ROOM} -np 2"
+        flags = f"--demo tiny-qwen3moe -t 1 -c {2 * ROOM} -np 2 --metrics"
         serve.run(app({"flags": flags, "replicas": "2", "per_node": "0", "cpus": "1"}), name="bloomery")
         yield Serving(process=subprocess.Popen(["true"], text=True), port=port)
         daemons = [child for process in replica_processes() for child in process.children(recursive=True)]
@@ -101,6 +101,25 @@ def test_a_stream_comes_in_pieces_and_equals_the_whole(cluster: Serving) -> None
     assert chunks[-1] == "[DONE]" and len(chunks) > 20
     texts = [choice["delta"].get("content") or "" for chunk in chunks[:-1] for choice in chunk["choices"]]
     assert "".join(texts) == whole
+
+
+def figures(cluster: Serving, path: str = "/metrics") -> dict[str, float]:
+    lines = cluster.get(path).data.decode().splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[:1] not in ("#", ""))}
+
+
+def test_metrics_are_those_of_all_replicas(cluster: Serving) -> None:
+    """Sums grow by what was generated, wherever; with labels each replica has its part."""
+    name = "llamacpp:tokens_predicted_total"
+    wait_for(lambda: figures(cluster).get("bloomery_replicas") == 2, 20)
+    time.sleep(3)  # reports of what came before
+    before = figures(cluster)[name]
+    replicas = {chat(cluster, [message("user", f"count {number}")], ignore_eos=True)[0] for number in range(8)}
+    assert len(replicas) == 2
+    wait_for(lambda: figures(cluster)[name] == before + 8 * 8, 10)
+    parts = figures(cluster, "/metrics?by=replica")
+    assert sum(value for sample, value in parts.items() if sample.startswith(name + "{")) == before + 8 * 8
+    assert all(f'{name}{{replica="{replica}"}}' in parts for replica in replicas)
 
 
 def open_stream(cluster: Serving, prompt: str) -> tuple[http.client.HTTPResponse, socket.socket]:

@@ -207,8 +207,8 @@ BAD_BODIES: dict[str, Any] = {
     "stop is a number": {"prompt": "x", "stop": 3},
     "stream is text": {"prompt": "x", "stream": "yes"},
     "slot too large": {"prompt": "x", "id_slot": 2},
-    "bias is text": {"prompt": "x", "logit_bias": "x"},
     "bias has a word": {"prompt": "x", "logit_bias": [[1, "y"]]},
+    "bias is null": {"prompt": "x", "logit_bias": {"--5": 1, "-": 1, "9" * 5000: None}},
     "huge integer": b'{"prompt": "x", "n_predict": ' + b"9" * 400 + b"}",
     "images": {"prompt": {"prompt_string": "x", "multimodal_data": ["x"]}},
 }

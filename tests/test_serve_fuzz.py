@@ -22,7 +22,8 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tok
 BODIES: dict[str, dict[str, Any]] = {
     "/completion": {"prompt": "x", "n_predict": 2, "logit_bias": [[1, 2]], "stop": ["y"], "n_probs": 2},
     "/v1/completions": {"prompt": ["x", [1, 2]], "max_tokens": 2, "logprobs": 1, "stream_options": {}},
-    "/v1/chat/completions": CHAT | {"tools": [TOOL], "tool_choice": "auto", "chat_template_kwargs": {}},
+    "/v1/chat/completions": CHAT
+    | {"tools": [TOOL], "tool_choice": "auto", "chat_template_kwargs": {}, "reasoning_budget_tokens": 1},
     "/v1/responses": {
         "input": [
             {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
@@ -43,10 +44,11 @@ BODIES: dict[str, dict[str, Any]] = {
         ],
         "tools": [{"name": "f", "input_schema": {"type": "object"}}],
         "tool_choice": {"type": "auto"},
-        "thinking": {"type": "enabled"},
+        "thinking": {"type": "enabled", "budget_tokens": 1},
     },
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x"}]},
     "/v1/chat/completions/input_tokens": CHAT,
+    "/v1/chat/completions/control": {"id": "x", "action": "reasoning_end"},
     "/apply-template": CHAT,
     "/tokenize": {"content": ["x", 1], "add_special": True},
     "/detokenize": {"tokens": [1, 2]},

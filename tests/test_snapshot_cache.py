@@ -91,6 +91,19 @@ def test_the_least_recently_used_goes_first() -> None:
     }  # fmt: skip
 
 
+def test_what_is_being_brought_back_stays() -> None:
+    cache = SnapshotCache(Rows(996), 250_000, lambda: PLENTY)
+    a, b, c = (tokens_of(seed, 100) for seed in range(3))
+    assert cache.keep(0, a) and cache.keep(0, b)
+    _, lent = cache.find(a)
+    assert lent is not None
+    lent.lent = 1
+    assert cache.keep(0, c)
+    assert [cache.find(prompt)[0] for prompt in (a, b, c)] == [100, 0, 100]
+    assert cache.keep(0, np.concatenate([a, b[:20]])) and lent in cache._kept, "not replaced either"
+    assert cache.nbytes <= cache.limit
+
+
 def test_longer_ones_replace_their_beginnings() -> None:
     cache = SnapshotCache(Rows(10), PLENTY, lambda: PLENTY)
     whole = tokens_of(1, 200)
@@ -118,7 +131,9 @@ def test_what_is_too_large_is_refused_and_costs_nothing() -> None:
     assert cache.keep(0, small) and not cache.keep(0, large)
     assert cache.find(small)[0] == 100 and cache.statistics()["refused"] == 1
     _, kept = cache.find(small)
-    assert not cache.keep(0, tokens_of(3, 60), spared=kept), "what is about to be used stays, and the limit holds"
+    assert kept is not None
+    kept.lent = 1
+    assert not cache.keep(0, tokens_of(3, 60)), "what is about to be used stays, and the limit holds"
     assert not SnapshotCache(Rows(1), 0, lambda: PLENTY).keep(0, small)
     poor = SnapshotCache(Rows(996), PLENTY, lambda: MEMORY_LEFT + 50_000)
     assert not poor.keep(0, small) and poor.keep(0, small[:50])

@@ -16,7 +16,7 @@ from bloomery.launcher.chat_output.reader import Reader
 from bloomery.launcher.chat_output.tool_formats import ToolFormat
 from bloomery.launcher.chat_output.tool_grammar import ToolGrammar, generic_schema, json_rule
 from bloomery.runtime.errors import RequestError
-from bloomery.runtime.requests import Constraint
+from bloomery.runtime.requests import Constraint, Reasoning
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,10 @@ class OutputFormat:
             opened=self._opened,
             legacy=self.reasoning_format == "deepseek-legacy",
         )
+
+    def reasoning(self, budget: int = -1, message: str = "") -> Reasoning:
+        """How an answer's reasoning is marked, for who generates it; `budget` and `message` are Reasoning's."""
+        return Reasoning(self._tags[0], (self._tags[1],), budget, message)
 
     def shown(self) -> tuple[str, ...]:
         """Strings of the form and of reasoning. Where the vocabulary has one of them as a single control token, it has

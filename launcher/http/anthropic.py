@@ -39,6 +39,9 @@ PASSED = [
     "chat_template_kwargs",
     "reasoning_format",
     "reasoning_effort",
+    "reasoning_budget_tokens",
+    "reasoning_budget_message",
+    "thinking_budget_tokens",
     "grammar",
     "json_schema",
     "response_format",
@@ -89,6 +92,8 @@ def openai_body(body: dict[str, Any]) -> dict[str, Any]:
         variables = dict(result.get("chat_template_kwargs") or {})
         variables.setdefault("enable_thinking", thinking["type"] != "disabled")
         result["chat_template_kwargs"] = variables
+        if thinking["type"] == "enabled" and thinking.get("budget_tokens") is not None:
+            result.setdefault("thinking_budget_tokens", thinking["budget_tokens"])
     return result
 
 

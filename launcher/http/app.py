@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hmac
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from importlib.resources import files
 from urllib.parse import urlsplit
 
@@ -71,6 +71,7 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Endpoint], ...] = (
         ("/chat/completions/input_tokens", "/v1/chat/completions/input_tokens"),
         endpoints.chat_input_tokens,
     ),
+    ("POST", ("/v1/chat/completions/control",), endpoints.control),
     ("POST", ("/apply-template",), endpoints.apply_template),
     ("POST", ("/infill",), endpoints.infill),
     ("POST", ("/embedding", "/embeddings"), embeddings.native),
@@ -158,7 +159,6 @@ class _Envelope:
         self._app, self._settings = app, settings
         prefix = settings.prefix.rstrip("/")
         self._public = {prefix + path for path in (*HEALTH, *(ASSETS if settings.page else ()))}
-        self._keys = [key.encode() for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -179,18 +179,13 @@ class _Envelope:
             }
             await Response("", media_type="text/html")(scope, receive, with_headers)
         elif not self._allowed(scope["path"], headers):
-            error = RequestError("authentication", "Invalid API Key", "send it as Authorization: Bearer or x-api-key")
-            response = error_response(error, anthropic=scope["path"].startswith("/v1/messages"))
+            response = error_response(no_key(), anthropic=scope["path"].startswith("/v1/messages"))
             await response(scope, receive, with_headers)
         else:
             await self._app(scope, receive, with_headers)
 
     def _allowed(self, path: str, headers: Headers) -> bool:
-        if not self._keys or path in self._public:
-            return True
-        given = headers.get("authorization", "").removeprefix("Bearer ") or headers.get("x-api-key", "")
-        found = [hmac.compare_digest(given.encode(), key) for key in self._keys]  # all, whichever fits
-        return any(found)
+        return path in self._public or has_key(headers, self._settings.api_keys)
 
     def _cors(self, headers: Headers) -> dict[str, str]:
         origins, origin = self._settings.cors_origins, headers.get("origin", "")
@@ -201,6 +196,18 @@ class _Envelope:
         else:
             allowed = origins
         return {"Access-Control-Allow-Origin": allowed, "Vary": "Origin"} if allowed else {}
+
+
+def has_key(headers: Headers, keys: Iterable[str]) -> bool:
+    """Whether a request shows one of the keys, or needs none."""
+    given = headers.get("authorization", "").removeprefix("Bearer ") or headers.get("x-api-key", "")
+    shown = given.encode("latin-1")  # the bytes that were sent
+    found = [hmac.compare_digest(shown, key.encode()) for key in keys]  # all, whichever fits
+    return not found or any(found)
+
+
+def no_key() -> RequestError:
+    return RequestError("authentication", "Invalid API Key", "send it as Authorization: Bearer or x-api-key")
 
 
 def raw_headers(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:

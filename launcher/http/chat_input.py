@@ -15,7 +15,7 @@ from typing import Any
 from bloomery.launcher.chat_output import OutputFormat, check_tools, generic_instruction, tool_choice
 from bloomery.launcher.http.backend import Backend
 from bloomery.launcher.http.errors import invalid
-from bloomery.launcher.http.fields import flag, shown, string
+from bloomery.launcher.http.fields import flag, reasoning_budget, shown, string
 from bloomery.launcher.http.settings import ServerSettings
 from bloomery.runtime.chat_template import CHATML
 from bloomery.runtime.errors import RequestError
@@ -119,7 +119,10 @@ def template_variables(settings: ServerSettings, body: dict[str, Any], tools: li
         variables.pop("reasoning_effort", None)
     elif effort:
         variables["reasoning_effort"] = effort
-    variables.setdefault("enable_thinking", settings.reasoning != "off")
+    # a budget of none is also said to templates, which may know how to do without
+    variables.setdefault(
+        "enable_thinking", settings.reasoning != "off" and reasoning_budget(body, settings.defaults) != 0
+    )
     if tools:
         variables["tools"] = tools
     return {**_older_names(tools), **variables}

@@ -6,24 +6,25 @@ Owns which fields each API adds to the common ones. It does not know routes (`ap
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from bloomery.launcher.chat_output import OutputFormat
-from bloomery.launcher.http.chat_input import Conversation, read_conversation
+from bloomery.launcher.http.chat_input import Conversation, read_conversation, template_source
 from bloomery.launcher.http.chat_shape import ChatShape
 from bloomery.launcher.http.constraints import read_constraint
 from bloomery.launcher.http.errors import invalid
-from bloomery.launcher.http.fields import RANDOM_SEED, flag, shown
-from bloomery.launcher.http.generation import run_jobs, whole_answers
+from bloomery.launcher.http.fields import RANDOM_SEED, flag, shown, string, string_list
+from bloomery.launcher.http.generation import Step, run_jobs, whole_answers
 from bloomery.launcher.http.parameters import Job, check_room, read_biases, read_prompts, read_values
 from bloomery.launcher.http.shapes import NativeShape, Shape, TextShape
 from bloomery.launcher.http.streaming import EventStream, until_disconnect
 from bloomery.runtime.errors import RequestError
-from bloomery.runtime.requests import Constraint
+from bloomery.runtime.requests import Constraint, Reasoning
 
 if TYPE_CHECKING:
     from bloomery.launcher.http.server import Server
@@ -71,6 +72,7 @@ async def jobs_of(
     prompts: Sequence[tuple[int, ...]],
     constraint: Constraint | None,
     shown_tokens: tuple[int, ...] = (),
+    reasoning: Reasoning | None = None,
     **extra: Any,
 ) -> list[Job]:
     """One job for each prompt and choice; choice i of a prompt has the seed plus i."""
@@ -85,21 +87,25 @@ async def jobs_of(
             seed = values["seed"] if values["seed"] == RANDOM_SEED else (values["seed"] + choice) % 2**32
             slot = values["id_slot"] if len(prompts) * count == 1 else -1
             own = {**values, "seed": seed, "id_slot": slot}
-            jobs.append(Job(len(jobs), prompt, own, biases, constraint, shown_tokens, extra))
+            jobs.append(Job(len(jobs), prompt, own, biases, constraint, shown_tokens, extra, reasoning))
     return jobs
 
 
-async def answer(server: Server, request: Request, jobs: list[Job], shape: Shape, *, stream: bool) -> Response:
-    """Runs the jobs and answers in the given shape. Raises RequestError if they fail before anything is sent."""
-    show_prompt = shape.show_prompt
+async def answer(
+    server: Server, request: Request, jobs: list[Job], shape: Shape, *, stream: bool, name: str = ""
+) -> Response:
+    """Runs the jobs and answers in the given shape; meanwhile `server.live` finds their answers by `name`. Raises
+    RequestError if they fail before anything is sent."""
+
+    def steps() -> AsyncIterator[Step]:
+        running = run_jobs(server.backend, server.settings, jobs, show_prompt=shape.show_prompt)
+        return server.watched(request, jobs, running, name)
+
     if stream:
-        steps = server.watched(request, jobs, run_jobs(server.backend, server.settings, jobs, show_prompt=show_prompt))
-        ping = jobs[0].values["sse_ping_interval"]
-        return await EventStream.begun(request, steps, shape, ping)
+        return await EventStream.begun(request, steps(), shape, jobs[0].values["sse_ping_interval"])
 
     async def run() -> Any:
-        steps = server.watched(request, jobs, run_jobs(server.backend, server.settings, jobs, show_prompt=show_prompt))
-        return shape.whole(await whole_answers(steps, len(jobs)))
+        return shape.whole(await whole_answers(steps(), len(jobs)))
 
     return JSONResponse(await until_disconnect(request, run()))
 
@@ -115,9 +121,21 @@ async def native_completion(server: Server, request: Request, body: Body) -> Res
     if "prompt" not in body:
         raise invalid('"prompt" is required', field="prompt")
     prompts = await read_prompts(server.backend, body["prompt"])
-    jobs = await jobs_of(server, body, values, prompts, _constraint(server, body))
+    reasoning = native_reasoning(server, body, values)
+    jobs = await jobs_of(server, body, values, prompts, _constraint(server, body), reasoning=reasoning)
     shape = NativeShape(server.model_name, server.backend.facts)
     return await answer(server, request, jobs, shape, stream=values["stream"])
+
+
+def native_reasoning(server: Server, body: Body, values: Body) -> Reasoning | None:
+    """The budget of a request in llama-server's own form, which names the marks itself, or means the template's."""
+    if body.get("reasoning_budget_tokens") is None or values["reasoning_budget_tokens"] < 0:
+        return None
+    format = OutputFormat(template=template_source(server.backend, server.settings))
+    marks = format.reasoning(values["reasoning_budget_tokens"], values["reasoning_budget_message"])
+    ends = string_list(body, "reasoning_budget_end_tags") or string_list(body, "reasoning_budget_end_tag", single=True)
+    start = string(body, "reasoning_budget_start_tag")
+    return replace(marks, start=start or marks.start, ends=tuple(ends) or marks.ends)
 
 
 async def text_completion(server: Server, request: Request) -> Response:
@@ -155,7 +173,8 @@ async def chat_jobs(server: Server, body: Body) -> tuple[list[Job], Conversation
     tokens = tuple(await server.prompt_tokens(conversation.prompt))
     constraint = chat_constraint(body, format, server.settings.defaults)
     shown = await server.shown_tokens(format)
-    jobs = await jobs_of(server, body, values, [tokens], constraint, shown, **conversation.settings())
+    reasoning = format.reasoning(values["reasoning_budget_tokens"], values["reasoning_budget_message"])
+    jobs = await jobs_of(server, body, values, [tokens], constraint, shown, reasoning, **conversation.settings())
     return jobs, conversation
 
 
@@ -202,7 +221,24 @@ async def chat_completion(server: Server, request: Request) -> Response:
         include_usage=values["include_usage"],
         jobs=len(jobs),
     )
-    return await answer(server, request, jobs, shape, stream=values["stream"])
+    name = shape.id if values["reasoning_control"] else ""
+    return await answer(server, request, jobs, shape, stream=values["stream"], name=name)
+
+
+async def control(server: Server, request: Request) -> Response:
+    """POST /v1/chat/completions/control: ends the reasoning of an answer that is being generated."""
+    body = await json_body(request, server.settings.max_body)
+    if not (name := string(body, "id")):
+        raise invalid("missing completion id", field="id")
+    if string(body, "action") != "reasoning_end":
+        raise invalid("unknown control action", "the only one is reasoning_end", field="action")
+    live = server.live.get(name)
+    if live is None:
+        message = "no active completion for this id, or one without reasoning_control"
+        return JSONResponse({"success": False, "message": message})
+    for one in live.values():
+        await server.backend.call("end_reasoning", request=one.request_id)
+    return JSONResponse({"success": True})
 
 
 async def apply_template(server: Server, request: Request) -> Response:

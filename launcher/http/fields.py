@@ -76,6 +76,8 @@ FIELDS: tuple[Field, ...] = (
     Field("post_sampling_probs", "bool", False),
     Field("ignore_eos", "bool", False),
     Field("speculative.n_max", "int", -1, -1, INT_MAX),
+    Field("reasoning_budget_tokens", "int", -1, -1, INT_MAX, aliases=("thinking_budget_tokens", "reasoning_budget")),
+    Field("reasoning_control", "bool", False),
 )
 SAMPLERS = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
 SAMPLER_NAMES = {
@@ -151,8 +153,9 @@ _SHOWN = [
 
 
 def read_fields(body: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Every field of FIELDS, plus `stop` (list), `samplers` (names), `response_fields`, `include_usage` and
-    `dry_sequence_breakers`. null means absent. Raises RequestError("invalid_request") naming the field."""
+    """Every field of FIELDS, plus `stop` (list), `samplers` (names), `response_fields`, `include_usage`,
+    `dry_sequence_breakers` and `reasoning_budget_message`. null means absent. Raises RequestError("invalid_request")
+    naming the field."""
     values = {field.name: _read(field, body, defaults) for field in FIELDS}
     values["stop"] = string_list(body, "stop", single=True) or list(defaults.get("stop", ()))
     values["response_fields"] = string_list(body, "response_fields")
@@ -162,6 +165,9 @@ def read_fields(body: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any
         if breakers is None
         else string_list(body, "dry_sequence_breakers")
     )
+    values["reasoning_budget_tokens"] = reasoning_budget(body, defaults)
+    message = defaults.get("reasoning_budget_message", "")
+    values["reasoning_budget_message"] = string(body, "reasoning_budget_message", message)
     values["samplers"] = _samplers(body.get("samplers"), defaults)
     options = body.get("stream_options")
     if options is not None and not isinstance(options, dict):
@@ -170,6 +176,14 @@ def read_fields(body: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any
     seed = values["seed"]
     values["seed"] = RANDOM_SEED if seed < 0 else seed % 2**32
     return values
+
+
+def reasoning_budget(body: dict[str, Any], defaults: dict[str, Any]) -> int:
+    """Tokens of reasoning; -1 sets no limit, and from a request it means the default, as in llama-server."""
+    field = next(field for field in FIELDS if field.name == "reasoning_budget_tokens")
+    default = int(defaults.get(field.name, field.default))
+    given = int(_read(field, body, defaults))
+    return default if given < 0 else given
 
 
 def flag(body: dict[str, Any], name: str, default: bool) -> bool:

@@ -31,6 +31,7 @@ class Answer:
     before a stop string. `prompt` is the prompt's text, with control tokens written out, if asked for."""
 
     job: Job
+    request_id: bytes = b""
     prompt: str = ""
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -51,6 +52,10 @@ class Answer:
     @property
     def generated(self) -> int:
         return self.final.generated_tokens if self.final else len(self.tokens)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return self.final.reasoning_tokens if self.final else 0
 
     @property
     def stop_type(self) -> str:
@@ -198,7 +203,7 @@ async def run_jobs(
     """The steps of all jobs as they come. Each job's prompt is checked before any begins. Raises RequestError."""
     context = backend.facts.context
     requests = [generation_request(job, settings, context) for job in jobs]
-    answers = [Answer(job) for job in jobs]
+    answers = [Answer(job, request.request_id) for job, request in zip(jobs, requests, strict=True)]
     if show_prompt:
         for answer in answers:
             answer.prompt = await backend.shown(answer.job.tokens)

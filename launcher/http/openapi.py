@@ -72,6 +72,7 @@ def generation_properties() -> dict[str, Schema]:
             ]
         },
         "grammar": {"type": ["string", "null"]},
+        "reasoning_budget_message": {"type": ["string", "null"]},
         "json_schema": {"type": ["object", "null"]},
         "response_format": {
             "type": ["object", "null"],
@@ -107,7 +108,15 @@ _ANTHROPIC: dict[str, Schema] = {
     "stop_sequences": STRINGS,
     "tools": {"type": "array", "items": {"type": "object", "properties": {"name": TEXT, "input_schema": OBJECT}}},
     "tool_choice": OBJECT,
-    "thinking": {"type": "object", "properties": {"type": {"enum": ["enabled", "disabled", "adaptive"]}}},
+    "thinking": {
+        "type": "object",
+        "properties": {"type": {"enum": ["enabled", "disabled", "adaptive"]}, "budget_tokens": {"type": "integer"}},
+    },
+}
+_MARKS: dict[str, Schema] = {
+    "reasoning_budget_start_tag": TEXT,
+    "reasoning_budget_end_tag": {"anyOf": [TEXT, STRINGS]},
+    "reasoning_budget_end_tags": STRINGS,
 }
 _INFILL: dict[str, Schema] = {
     "input_prefix": TEXT,
@@ -120,9 +129,10 @@ _MIXED: Schema = {"anyOf": [TEXT, {"type": "array", "items": {"type": ["string",
 
 # By the last part of an address: whether the fields of a generation belong to it, its own fields, the required ones.
 _BODIES: dict[str, tuple[bool, dict[str, Schema], list[str]]] = {
-    "/completion": (True, {"prompt": PROMPT}, ["prompt"]),
+    "/completion": (True, {"prompt": PROMPT, **_MARKS}, ["prompt"]),
     "/completions": (True, {"prompt": PROMPT, "echo": FLAG, "logprobs": {"type": ["integer", "null"]}}, ["prompt"]),
     "/chat/completions": (True, _CHAT, ["messages"]),
+    "/chat/completions/control": (False, {"id": TEXT, "action": {"enum": ["reasoning_end"]}}, ["id", "action"]),
     "/chat/completions/input_tokens": (False, _CHAT, ["messages"]),
     "/apply-template": (False, _CHAT, ["messages"]),
     "/infill": (True, _INFILL, ["input_prefix", "input_suffix"]),

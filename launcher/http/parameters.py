@@ -6,6 +6,7 @@ Owns the four spellings of logit_bias and the forms of `prompt`. It does not kno
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -24,10 +25,11 @@ from bloomery.launcher.http.fields import (
 from bloomery.launcher.http.settings import ServerSettings
 from bloomery.runtime.completion import new_request_id
 from bloomery.runtime.errors import RequestError
-from bloomery.runtime.requests import Constraint, GenerationRequest, SamplingParameters
+from bloomery.runtime.requests import Constraint, GenerationRequest, Reasoning, SamplingParameters
 
 MAX_PROMPTS = 256
 MAX_BIASES = 1 << 16
+_ID = re.compile(r"-?[0-9]{1,18}")
 _SAMPLING_NAMES = frozenset(entry.name for entry in fields(SamplingParameters))
 # Sampling fields that mean something only to samplers which the protocol may not have: their values for off.
 _NEUTRAL: dict[str, Any] = {
@@ -52,6 +54,7 @@ class Job:
     constraint: Constraint | None = None
     shown_tokens: tuple[int, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
+    reasoning: Reasoning | None = None
 
     def settings(self, seed: int | None = None, end_tokens: tuple[int, ...] = ()) -> dict[str, Any]:
         """`generation_settings` of this job; the fields of `ignore_eos` appear as biases of minus infinity (null)."""
@@ -69,6 +72,7 @@ async def read_values(backend: Backend, settings: ServerSettings, body: dict[str
     values["speculative.types"] = DRAFT_NAMES.get(backend.facts.draft, backend.facts.draft)
     if settings.verbose:
         values["verbose"] = True
+    values["n_probs"] = min(values["n_probs"], backend.facts.vocabulary)
     if values["id_slot"] >= backend.facts.slots:
         raise invalid(f"id_slot {values['id_slot']}: there are {backend.facts.slots} slots", field="id_slot")
     if body.get("lora"):
@@ -85,9 +89,7 @@ async def read_biases(
     if given is None:
         given = defaults.get("logit_bias", [])
     if isinstance(given, dict):
-        entries = [
-            (int(key) if key.lstrip("-").isdigit() and key.isascii() else key, bias) for key, bias in given.items()
-        ]
+        entries = [(int(key) if _ID.fullmatch(key) else key, bias) for key, bias in given.items()]
     elif isinstance(given, list):
         if not all(isinstance(entry, list) and len(entry) == 2 for entry in given):
             raise invalid("logit_bias must hold pairs of a token and a bias", field="logit_bias")
@@ -220,6 +222,7 @@ def generation_request(job: Job, settings: ServerSettings, context: int) -> Gene
         "discard": values["n_discard"],
         "constraint": job.constraint,
         "shown_tokens": job.shown_tokens,
+        "reasoning": job.reasoning,
         "draft_tokens": values["speculative.n_max"] if values["speculative.n_max"] >= 0 else None,
     }
     return replace(request, **optional)

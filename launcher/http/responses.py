@@ -42,6 +42,8 @@ def chat_body(body: dict[str, Any]) -> dict[str, Any]:
     """The same request as a chat request."""
     if "input" not in body:
         raise invalid("'input' is required", field="input")
+    if any(body.get(name) not in (None, 1) for name in ("n", "n_cmpl")):
+        raise invalid("n: a response has one answer", "leave it out", field="n")
     if body.get("previous_response_id"):
         raise unsupported(
             "previous_response_id: this server keeps no responses", "send the whole conversation as input"
@@ -286,6 +288,6 @@ class ResponseShape:
                 "output_tokens": answer.generated,
                 "total_tokens": answer.prompt_tokens + answer.generated,
                 "input_tokens_details": {"cached_tokens": answer.cached},
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": answer.reasoning_tokens},
             },
         }

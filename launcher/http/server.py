@@ -57,6 +57,7 @@ class Server:
         self.fingerprint = f"bloomery-{version('bloomery')}"
         self.started = time.time()
         self.records: dict[int, SlotRecord] = {}
+        self.live: dict[str, dict[int, Answer]] = {}
         self.longest = 0
         self.rates = Rates()
         self.prompt_block = 512
@@ -130,11 +131,15 @@ class Server:
                 self._single[text] = tokens[0] if len(tokens) == 1 else None
         return tuple(token for text in format.shown() if (token := self._single[text]) is not None)
 
-    async def watched(self, request: Request, jobs: list[Job], steps: AsyncIterator[Step]) -> AsyncIterator[Step]:
-        """The same steps, recorded."""
+    async def watched(
+        self, request: Request, jobs: list[Job], steps: AsyncIterator[Step], name: str = ""
+    ) -> AsyncIterator[Step]:
+        """The same steps, recorded; while they come `live` has the answers under a name that is not empty."""
         task = next(self._tasks)
         begun, code = time.monotonic(), ""
         answers: dict[int, Answer] = {}
+        if name:
+            self.live[name] = answers
         try:
             async with aclosing(steps) as inner:  # type: ignore[type-var]
                 async for step in inner:
@@ -149,6 +154,7 @@ class Server:
             code = error.code
             raise
         finally:
+            self.live.pop(name, None)
             for answer in answers.values():
                 self._end(answer)
             if self.settings.json_log:

@@ -143,6 +143,7 @@ def usage(answers: list[Answer]) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(answer.cached for answer in prompts.values())},
+        "completion_tokens_details": {"reasoning_tokens": sum(answer.reasoning_tokens for answer in answers)},
     }
 
 
@@ -159,7 +160,7 @@ class OpenAIShape:
         self._include_usage = include_usage
         self.show_prompt = self._verbose = verbose
         self._native = NativeShape(model, facts)
-        self._id, self._created = random_id(self.id_prefix), int(time.time())
+        self.id, self._created = random_id(self.id_prefix), int(time.time())
         self._ended: list[Answer] = []
 
     def failure(self, error: RequestError) -> Event:
@@ -169,7 +170,7 @@ class OpenAIShape:
         return {
             "choices": choices,
             "created": self._created,
-            "id": self._id,
+            "id": self.id,
             "model": self._model,
             "system_fingerprint": self._fingerprint,
             "object": name,

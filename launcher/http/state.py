@@ -162,10 +162,14 @@ def _slot(server: Server, state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def no_metrics() -> RequestError:
+    return unsupported("This server does not support metrics endpoint.", "start it with --metrics")
+
+
 async def metrics(server: Server, request: Request) -> Response:
     """GET /metrics: Prometheus text."""
     if not server.settings.metrics_endpoint:
-        raise unsupported("This server does not support metrics endpoint.", "start it with --metrics")
+        raise no_metrics()
     text = metrics_text(await server.metrics(), server.longest, server.rates)
     response = PlainTextResponse(text, media_type="text/plain; version=0.0.4")
     response.raw_headers.append((b"Process-Start-Time-Unix", str(int(server.started)).encode()))

@@ -38,8 +38,8 @@ number, but not by more than so many: a look takes the lookup draft about 60 us 
 
 @dataclass(frozen=True)
 class DraftLimits:
-    """`most` and `least` tokens of a guess that is checked (shorter ones are dropped); `fixed`: always as many as there
-    are, without regard to whether it pays; `rates`: synthetic acceptance, see `synthetic`."""
+    """`most` and `least` tokens of a guess that is checked (shorter ones are dropped); `fixed`: every step asks, and
+    checks as many as there are, without regard to whether it pays; `rates`: synthetic acceptance, see `synthetic`."""
 
     most: int = 7
     least: int = 0
@@ -168,7 +168,7 @@ class Drafting:
         self._draft.close()
 
     def _looked_in_vain(self) -> None:
-        if self._in_vain >= _REST_AFTER:
+        if self._in_vain >= _REST_AFTER and not self._limits.fixed:
             self._next_look = self._in_vain + min(self._in_vain // _REST_SHARE, _LONGEST_REST)
         self._in_vain += 1
 
