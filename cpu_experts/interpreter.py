@@ -22,6 +22,7 @@ from bloomery.cpu_experts.sync import (
     load_acquire,
     monotonic_ns,
     nap,
+    nap_exactly,
     pause,
     store_release,
     ticks,
@@ -54,6 +55,8 @@ _TIMED_OUT = int(Status.TIMED_OUT)
 
 _YIELD_NS = 2_000_000
 _NAP_NS = 50_000
+_MOMENT_NS = 1_000  # takes some 20 us
+_WORTH_A_MOMENT_NS = 30_000
 _IDLE_PAUSES = 64
 _DRILL_BARRIERS = 3
 
@@ -75,10 +78,11 @@ IDLE_NS = 32
 DEADLINE_NS = 40
 TICKS = 48
 REPORTERS = 56  # ranks that report the end of a step: those that meet at barriers, then others
-POINTERS = 64
+YIELDS = 64  # whether to wait by yielding the core, or by sleeping for moments
+POINTERS = 72
 # A stage's entry in the table: kernel, arguments, whether a barrier follows.
 STAGE_WORDS = 3
-PRIVATE_WORDS = 16
+PRIVATE_WORDS = 17
 
 
 @njit(nogil=True, cache=True)
@@ -89,6 +93,17 @@ def _cut(control: int, step: int) -> int:
     if load_acquire(control + ABORT) == step:
         return _ABORTED
     return 0
+
+
+@njit(nogil=True, cache=True)
+def _give_way(private: int, waited: int) -> None:
+    """Lets others have the core for a moment, in a wait that has lasted so many nanoseconds."""
+    if load_acquire(private + YIELDS) != 0:
+        yield_core()
+    elif waited < _WORTH_A_MOMENT_NS:
+        pause()
+    else:
+        nap(private, _MOMENT_NS)
 
 
 @njit(nogil=True, cache=True)
@@ -108,7 +123,7 @@ def _await_rank(control: int, private: int, other: int, target: int, step: int) 
             return cut
         waited = monotonic_ns(private) - start
         if waited < _YIELD_NS:
-            yield_core()
+            _give_way(private, waited)
         elif waited > load_acquire(private + DEADLINE_NS):
             return _TIMED_OUT
         else:
@@ -186,9 +201,10 @@ def _await_step(control: int, private: int, last: int) -> int:
             if step != last:
                 return step
             pause()
-        if load_acquire(control + STOP) != 0 or monotonic_ns(private) - start >= patience:
+        waited = monotonic_ns(private) - start
+        if load_acquire(control + STOP) != 0 or waited >= patience:
             return last
-        yield_core()
+        _give_way(private, waited)
 
 
 @njit(nogil=True, cache=True)
@@ -198,6 +214,8 @@ def serve(control: int, record: int, table: int, stages: int, private: int, rank
     All addresses are this process's: `control` and `record` in the arena, `table` of STAGE_WORDS a stage,
     `private` of PRIVATE_WORDS words, which keep the last step served from call to call.
     """
+    if load_acquire(private + YIELDS) == 0:
+        nap_exactly()
     while True:
         last = load_acquire(private + LAST_STEP)
         step = _await_step(control, private, last)

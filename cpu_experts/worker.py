@@ -88,6 +88,7 @@ class Worker:
         private = aligned_words(interpreter.PRIVATE_WORDS)
         private[interpreter.LAST_STEP // 8] = arena.memory("control")[STEP : STEP + 8].view(np.int64)[0]
         private[interpreter.SPINS // 8] = self._start.spins
+        private[interpreter.YIELDS // 8] = self._start.yields
         private[interpreter.IDLE_NS // 8] = self._start.idle_ns
         private[interpreter.DEADLINE_NS // 8] = self._start.deadline_ns
         private[interpreter.REPORTERS // 8] = self._start.shape.ranks

@@ -25,6 +25,7 @@ from bloomery.runtime.worker_link import Link
 from bloomery.runtime.worker_messages import EngramStart, lowered_of
 
 _SLEEP_SECONDS = 1.0
+_MOMENT = 20e-6  # seconds, and the kernel's slack
 """After which a sleeper looks whether it has been told to stop; a new step wakes it."""
 
 
@@ -77,7 +78,10 @@ class EngramWorker:
             step: int = control[STEP // 8]
             if step != last or time.monotonic_ns() >= deadline:
                 return step
-            os.sched_yield()  # a worker may want this core
+            if self._start.yields:
+                os.sched_yield()  # a worker may want this core
+            else:
+                time.sleep(_MOMENT)
 
     def _bring(self, fetch: StepFetch, words: EngramWords, step: int) -> None:
         """All flags are raised for this step, whatever happens."""

@@ -24,6 +24,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from bloomery.runtime.control import ControlSocket
+from bloomery.runtime.cpu_limits import session_groups
 from bloomery.runtime.daemon_config import DaemonConfig
 from bloomery.runtime.daemon_state import DaemonState
 from bloomery.runtime.errors import BloomeryError, PlanError, WorkerLost, system_hint
@@ -330,6 +331,7 @@ class Daemon:
             engram=EngramOptions(config.engram_cache << 20, config.engram_direct),
             host_weights="copy" if plan.host_weights == "copy" else "mmap",
             mlock=config.mlock,
+            yields=config.exit_with_parent or not session_groups(),
         )
 
     def _start_engine(self, engine: Engine) -> None:

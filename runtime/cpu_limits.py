@@ -16,6 +16,12 @@ def affinity_mask() -> frozenset[int]:
     return frozenset(os.sched_getaffinity(0))
 
 
+def session_groups(setting: Path = Path("/proc/sys/kernel/sched_autogroup_enabled")) -> bool:
+    """Whether the kernel shares cores out between sessions first (autogroup, sched(7)), and among a session's tasks
+    then. A task that yields then gives way within its own session only."""
+    return text_of(setting).strip() == "1"
+
+
 def cpu_quota(root: Path = Path("/")) -> float | None:
     """CPUs' worth of time a second that the control groups grant, the least of all levels; None: no limit."""
     quotas = []

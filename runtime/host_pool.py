@@ -121,6 +121,7 @@ class HostPool:
         keep_choices: bool = False,
         host_weights: HostWeightsPlace = "mmap",
         mlock: bool = False,
+        yields: bool = True,
         topology: Topology | None = None,
     ) -> HostPool:
         """Starts the workers and returns when they can run steps.
@@ -130,7 +131,9 @@ class HostPool:
         `engram` is for the process that brings n-gram table rows, which only a program with engrams has. With
         `keep_choices` the pool runs the program that `router_choices` makes of this one, and `choices` tells what
         routers picked. With `host_weights` "copy" weights are read into shared memory, near the ranks that compute with
-        them; `mlock` keeps them from being swapped. `topology` stands for the machine's in tests.
+        them; `mlock` keeps them from being swapped. Workers that wait yield their cores, which is right for a pool
+        whose users are in this session (`cpu_limits.session_groups`), or sleep for moments. `topology` stands for the
+        machine's in tests.
         Raises ModelFileError and PlanError as the workers found them, PlanError if the arena does not fit, WorkerLost.
         """
         runtime_files.sweep()
@@ -142,7 +145,14 @@ class HostPool:
         shape = ArenaShape(context, slots, max_rows, max_out_rows, processes, cache_type)
         name = f"pool{next(_pool_numbers)}"
         starts = worker_starts(
-            model_path, program, shape, time_stages, workload, keep_choices=keep_choices, topology=topology
+            model_path,
+            program,
+            shape,
+            time_stages,
+            workload,
+            keep_choices=keep_choices,
+            yields=yields,
+            topology=topology,
         )
         weights: HostWeights | None = None
         if host_weights == "copy":
@@ -329,6 +339,7 @@ def worker_starts(
     workload: str,
     keep_choices: bool = False,
     hand_offs: tuple[int, ...] = (),
+    yields: bool = True,
     topology: Topology | None = None,
 ) -> list[WorkerStart]:
     """One start for each rank, pinned in the topology's order. More ranks than cores share them and yield to wait."""
@@ -354,6 +365,7 @@ def worker_starts(
             time_stages=time_stages,
             workload=workload,
             keep_choices=keep_choices,
+            yields=yields,
             taps=program.taps,
             target=program.target,
             hand_offs=hand_offs,

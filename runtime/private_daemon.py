@@ -37,7 +37,9 @@ class PrivateDaemon:
     """Starts the daemon and returns when it is ready. `progress(stage, done, total)` is called in this thread.
 
     Raises the daemon's own BloomeryError if it cannot start. `endpoint`, `control` and `status` are those of its ready
-    line. The child has a session of its own, so that Ctrl-C in a terminal reaches only the program that owns it.
+    line. The child has a process group of its own, so that Ctrl-C in a terminal reaches only the program that owns it,
+    but not a session: where the kernel groups tasks by session (`session_groups`), one that waits by yielding its core
+    holds other sessions up for a second at a time (Linux 6.18).
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class PrivateDaemon:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,
+            process_group=0,
         )
         assert self._process.stdout is not None and self._process.stderr is not None
         self._log = DaemonLog(self._process.stderr, f"daemon-{self._process.pid}.log")

@@ -35,10 +35,10 @@ class WorkerStart:
 
     `owner` is the coordinator's name for files (`runtime_files`), `parent` its pid. `cpu` is the logical CPU to be
     pinned to. `spins`, `idle_ns` and `deadline_ns` are how long to spin at a barrier (pauses), to watch for the next
-    step and to wait for another rank. `workload` is `module:function` of what makes the stages. `taps` and `target` are
+    step and to wait for another rank; one that `yields` lets others have its core meanwhile, one that does not sleeps
+    for moments. `workload` is `module:function` of what makes the stages. `taps` and `target` are
     `architectures.load_program`'s; with `keep_choices` the program leaves the routers' choices behind
-    (`router_choices`).
-    `architectures.load_program`'s. Beside a card: `hand_offs` are the numbers of the routed layers with experts on the
+    (`router_choices`). Beside a card: `hand_offs` are the numbers of the routed layers with experts on the
     host, `hand_off_ns` is how long a side waits for the other inside a step. `weight_nodes` are the NUMA nodes of
     the ranks; `weight_files` those of a copy of the weights (`host_weights`), none where they are mapped.
     """
@@ -59,6 +59,7 @@ class WorkerStart:
     time_stages: bool
     workload: str
     keep_choices: bool
+    yields: bool = True
     hand_offs: tuple[int, ...] = ()
     hand_off_ns: int = 0
     weight_nodes: tuple[int, ...] = ()

@@ -93,6 +93,8 @@ def daemon() -> Iterator[PrivateDaemon]:
 def test_ready_and_status(daemon: PrivateDaemon) -> None:
     status = daemon.status
     assert (status["pid"], status["plan"], status["ctx"], status["slots"]) == (daemon.pid, "cpu", 1024, 2)
+    # a session of its own would be a group of its own to the scheduler (`cpu_limits.session_groups`)
+    assert os.getsid(daemon.pid) == os.getsid(0) and os.getpgid(daemon.pid) == daemon.pid != os.getpgid(0)
     for endpoint in (daemon.endpoint, daemon.control):
         path = Path(endpoint.removeprefix("ipc://"))
         assert path.parent == runtime_directory() and stat.S_IMODE(path.lstat().st_mode) == 0o600

@@ -55,13 +55,15 @@ def test_steps_are_right_for_any_number_of_processes(processes: int) -> None:
     assert list(dict.fromkeys(stage for stage, _, _ in progress)) == ["spawn", "compile", "load"]
 
 
-@pytest.mark.parametrize(("processes", "steps"), [(2, 200), (3, 60)])
-def test_barriers_hold_under_random_delays(processes: int, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("processes", "steps", "yields"), [(2, 150, True), (3, 60, True), (2, 30, False), (3, 5, False)]
+)
+def test_barriers_hold_under_random_delays(processes: int, steps: int, yields: bool) -> None:
     """500 barriers a step; ranks arrive in every order, at a few even after the others have begun to nap (2 ms)."""
     rng = np.random.default_rng(20 + processes)
     delays = [0, 0, 40, 300] * 125
     delays[57] = delays[400] = 80_000
-    pool = start_pool(processes, stages=500, delays=delays)
+    pool = start_pool(processes, stages=500, delays=delays, yields=yields)
     try:
         for _ in range(steps):
             check_step(pool, make_rows(rng, 1), stages=500)
@@ -69,13 +71,14 @@ def test_barriers_hold_under_random_delays(processes: int, steps: int) -> None:
         pool.close()
 
 
-def test_no_wake_up_is_lost() -> None:
+@pytest.mark.parametrize("yields", [True, False])
+def test_no_wake_up_is_lost(yields: bool) -> None:
     """Steps that begin around the moment at which a worker falls asleep. A lost one costs its longest sleep."""
     rng = np.random.default_rng(31)
-    pool = start_pool(2, stages=3)
+    pool = start_pool(2, stages=3, yields=yields)
     slow = 0
     try:
-        for gap in rng.uniform(0, 0.006, 250):
+        for gap in rng.uniform(0, 0.006, 150):
             time.sleep(gap)
             begun = time.perf_counter()
             check_step(pool, make_rows(rng, 1), stages=3)

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bloomery.runtime.cpu_limits import affinity_mask, cpu_quota
+from bloomery.runtime.cpu_limits import affinity_mask, cpu_quota, session_groups
 from bloomery.runtime.memory_limits import available_memory
 from bloomery.runtime.topology import CacheDomain, Gpu, Topology, default_processes, parse_cpu_list, parse_cpu_mask
 
@@ -126,6 +126,14 @@ def test_gpus_without_affinity_count_as_node_0(tmp_path: Path) -> None:
     ):
         put(root / "sys/bus/pci/devices" / address, {"vendor": vendor, "class": kind, "numa_node": node})
     assert Topology.read(root).gpus == (Gpu("0000:01:00.0", 0), Gpu("0000:41:00.0", 2), Gpu("0000:43:00.0", 0))
+
+
+def test_session_groups(tmp_path: Path) -> None:
+    setting = tmp_path / "sched_autogroup_enabled"
+    assert not session_groups(setting)  # a kernel without them
+    for text, there in (("0\n", False), ("1\n", True)):
+        setting.write_text(text)
+        assert session_groups(setting) == there
 
 
 def test_affinity_mask_limits_cores_and_siblings(tmp_path: Path) -> None:
