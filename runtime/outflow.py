@@ -5,6 +5,7 @@ Owns merging, cutting and the decision when a client has stalled. It does not kn
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -33,7 +34,7 @@ class Outflow:
     ) -> None:
         self._request_id, self._credit, self._limits = request_id, credit, limits
         self._send, self._clock = send, clock
-        self._held = _HeldChunks(request_id)
+        self._held: deque[_HeldChunks] = deque()
         self._next: Message | None = None
         self._end: Message | None = None
         self._stalled_since: float | None = None
@@ -47,11 +48,14 @@ class Outflow:
     @property
     def overfull(self) -> bool:
         """Whether the client lags so far behind that the engine should not decode on for it."""
-        return self.blocked and self._held.nbytes > self._limits.buffer_bytes
+        return self.blocked and sum(held.nbytes for held in self._held) > self._limits.buffer_bytes
 
     def add(self, chunk: Chunk) -> None:
-        """Takes a chunk; it leaves with the next `flush`, or later, merged with its successors."""
-        self._held.add(chunk)
+        """Takes a chunk; it leaves with the next `flush`, or later, merged with its successors. Chunks with logprobs
+        stay apart, so that text and probabilities of each token come together."""
+        if not self._held or chunk.logprobs or self._held[-1].alone:
+            self._held.append(_HeldChunks(self._request_id, alone=bool(chunk.logprobs)))
+        self._held[-1].add(chunk)
 
     def finish(self, end: Message) -> None:
         """The FINAL or ERROR that follows the last chunk."""
@@ -67,11 +71,14 @@ class Outflow:
     def flush(self) -> Sent:
         """Sends what credit and pipe allow. YES: nothing waits; FULL: something does; GONE: give up. `done` turns true
         with the end message."""
-        while self._next or self._held.nbytes:
+        while self._next or self._held:
             if self._credit <= 0:
                 return self._blocked()
             if self._next is None:
-                self._next = event_message(self._held.take(self._limits.chunk_bytes), self._request_id)
+                held = self._held[0]
+                self._next = event_message(held.take(self._limits.chunk_bytes), self._request_id)
+                if not held.nbytes:
+                    self._held.popleft()
             sent = self._send(self._next)
             if sent is not Sent.YES:
                 return sent if sent is Sent.GONE else self._blocked()
@@ -104,8 +111,9 @@ class Outflow:
 class _HeldChunks:
     """Chunks that wait, as the one chunk that they merge into."""
 
-    def __init__(self, request_id: bytes) -> None:
+    def __init__(self, request_id: bytes, alone: bool) -> None:
         self.nbytes = 0
+        self.alone = alone
         self._request_id = request_id
         self._tokens: list[int] = []
         self._text: list[str] = []

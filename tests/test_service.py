@@ -8,6 +8,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from service_stand import FACTS, LIMITS, SECONDS, Peer, Stand, chunk, final, sta
 from bloomery.runtime.facts import Limits, Welcome
 from bloomery.runtime.messages import chunk_cost, read_event
 from bloomery.runtime.protocol import NO_REQUEST, Kind, Message
-from bloomery.runtime.requests import Chunk, Event, Final
+from bloomery.runtime.requests import Chunk, Event, Final, TokenLogprob
 from bloomery.runtime.service import Service
 
 
@@ -181,6 +182,20 @@ def test_without_credit_chunks_are_merged_and_wait(served: Stand) -> None:
     merged, end = peer.receive(), peer.receive()
     assert merged.body == {"tokens": list(range(2, 20)), "text": "".join(f"{token} " for token in range(2, 20))}
     assert end.kind == Kind.FINAL
+
+
+def test_chunks_with_logprobs_stay_apart(served: Stand) -> None:
+    """Tokens that came while others were on their way; their neighbours without logprobs merge as ever."""
+    peer = served.peer()
+    request_id = peer.request(credit=0)
+    plain = [chunk(token) for token in range(6)]
+    told = [replace(plain[token], logprobs=(TokenLogprob(token, -0.5, ()),)) for token in (2, 3)]
+    served.engine.emit(*plain[:2], *told, *plain[4:], final())
+    peer.send(Kind.CREDIT, request_id, chunks=9)
+    messages = [peer.receive() for _ in range(5)]
+    assert [message.body.get("tokens") for message in messages[:4]] == [[0, 1], [2], [3], [4, 5]]
+    assert [len(message.body.get("logprobs", ())) for message in messages[:4]] == [0, 1, 1, 0]
+    assert messages[4].kind == Kind.FINAL
 
 
 def test_a_client_without_credit_for_too_long_has_stalled(served: Stand) -> None:
