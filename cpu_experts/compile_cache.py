@@ -3,10 +3,11 @@
 Owns the cache folder, its key, and the files in it. It does not know what kernels do (`kernels`).
 
 The folder is `$BLOOMERY_CACHE/numba/<key>`, else `bloomery/numba/<key>` in `$XDG_CACHE_HOME` or `~/.cache`. The key is
-a hash of every source of `bloomery.cpu_experts`, of the versions of Numba and llvmlite, of the CPU's name and features
-and of the instruction set in use: code compiled from other sources or for another CPU is never found. One file a
-kernel, written aside and renamed into place; a lock a kernel, so that processes that start together share the work
-instead of repeating it. A file that does not match its checksum is compiled anew.
+a hash of the versions of Numba, llvmlite and gguf (value tables), of the CPU's name and features and of the instruction
+set in use: code compiled for another CPU is never found. One file a kernel, named by it and by a hash of the sources
+that it is made of (`kernel_sources`), so that an edit elsewhere compiles nothing anew. Files are written aside and
+renamed into place; a lock a file, so that processes that start together share the work instead of repeating it. A file
+that does not match its checksum is compiled anew.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,29 +35,37 @@ from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
 
 from bloomery.cpu_experts.isa import active_isa, host_features, refusal
-from bloomery.cpu_experts.kernels import kernel_function
+from bloomery.cpu_experts.kernel_sources import source_digest
+from bloomery.cpu_experts.kernels import kernel_factory, kernel_function
 from bloomery.runtime.errors import PlanError
 
 numba_config: Any = _config
 log = logging.getLogger(__name__)
 
+INTERPRETER: Final = "bloomery.cpu_experts.interpreter"
+"""The module whose functions Numba's own cache keeps."""
 _INT: Final = types.int64
 _SIGNATURE: Final = ((_INT, _INT, _INT, _INT), types.void)
 _loaded: dict[str, tuple[Any, int]] = {}  # the libraries must outlive their addresses
 
 
 def cache_key() -> str:
-    """Hex digest of everything that compiled code depends on."""
-    digest = hashlib.sha256()
-    root = Path(__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        digest.update(f"{path.relative_to(root)}\0".encode())
-        digest.update(path.read_bytes())
+    """Hex digest of everything that compiled code depends on beside its own sources: this module is how it is made."""
     features = ",".join(f"{name}={present}" for name, present in sorted(host_features().items()))
     settings = (os.environ.get(name, "") for name in ("NUMBA_CPU_NAME", "NUMBA_OPT"))
-    facts = (numba.__version__, llvmlite.__version__, llvm.get_host_cpu_name(), features, active_isa(), *settings)
-    digest.update("\0".join(facts).encode())
-    return digest.hexdigest()[:32]
+    versions = (numba.__version__, llvmlite.__version__, version("gguf"))
+    compiling = Path(__file__).read_text(encoding="utf-8")
+    facts = (*versions, llvm.get_host_cpu_name(), features, active_isa(), *settings, compiling)
+    return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def kernel_path(name: str) -> Path:
+    """Where the kernel's compiled code is kept. KeyError for an unknown name."""
+    module, factory, variant = kernel_factory(name)
+    sources = source_digest(module)
+    key = hashlib.sha256(f"{module}.{factory}({variant})\0{sources}".encode()).hexdigest()[:16]
+    return cache_folder() / f"{name}.{key}.kernel"
 
 
 @functools.cache
@@ -89,9 +99,9 @@ def _temporary_folder() -> Path:
 
 
 def use_numba_cache() -> None:
-    """Sends Numba's own cache (functions with cache=True outside the kernels) into the same folder. Call it before
-    their modules are imported."""
-    folder = str(cache_folder())
+    """Sends Numba's own cache (functions with cache=True outside the kernels) into a folder of this one, named by their
+    sources, since Numba looks at the file of a function only. Call it before their modules are imported."""
+    folder = str(cache_folder() / f"numba.{source_digest(INTERPRETER)[:16]}")
     os.environ["NUMBA_CACHE_DIR"] = folder
     numba_config.CACHE_DIR = folder
 
@@ -105,18 +115,13 @@ def compile_kernel(name: str) -> int:
     if name not in _loaded:
         if (reason := refusal()) is not None:
             raise PlanError(reason, "take a CPU with AVX2, FMA and F16C, or --executor reference")
-        path = cache_folder() / f"{name}.kernel"
+        path = kernel_path(name)
         kernel = _load(path)
         if kernel is None:
             with _locked(path.with_suffix(".lock")):
                 kernel = _load(path) or _compile(name, path)
         _loaded[name] = kernel
     return _loaded[name][1]
-
-
-def is_cached(name: str) -> bool:
-    """Whether the kernel's compiled code is on disk (it may still turn out to be damaged)."""
-    return (cache_folder() / f"{name}.kernel").exists()
 
 
 @contextlib.contextmanager

@@ -80,15 +80,21 @@ def kernel_names() -> list[str]:
     return [*_SINGLE, *(prefix + variant for prefix, variants in _VARIANTS.items() for variant in variants)]
 
 
-def kernel_function(name: str) -> KernelFunction:
-    """The Python function of a kernel; KeyError for a name that `kernel_names` does not list."""
+def kernel_factory(name: str) -> tuple[str, str, str]:
+    """(module, function, argument or "") that make a kernel; KeyError for a name that `kernel_names` does not list."""
     if name in _SINGLE:
-        module, factory = _SINGLE[name]
-        made: KernelFunction = getattr(import_module(f"{__name__}.{module}"), factory)()
-        return made
+        module, function = _SINGLE[name]
+        return f"{__name__}.{module}", function, ""
     for prefix, variants in _VARIANTS.items():
         if name.startswith(prefix) and (variant := name.removeprefix(prefix)) in variants:
-            module, factory = _FAMILIES[prefix]
-            made = getattr(import_module(f"{__name__}.{module}"), factory)(variant)
-            return made
+            module, function = _FAMILIES[prefix]
+            return f"{__name__}.{module}", function, variant
     raise KeyError(name)
+
+
+def kernel_function(name: str) -> KernelFunction:
+    """The Python function of a kernel; KeyError as `kernel_factory`."""
+    module, function, variant = kernel_factory(name)
+    factory = getattr(import_module(module), function)
+    made: KernelFunction = factory(variant) if variant else factory()
+    return made
