@@ -17,6 +17,7 @@ from typing import Any
 from bloomery.launcher import bench_report
 from bloomery.launcher.bench_arithmetic import arithmetic_ceiling
 from bloomery.launcher.bench_engine import BenchEngine
+from bloomery.launcher.bench_parts import Variant, smaller_shapes
 from bloomery.launcher.bench_peer import MICRO_BATCH, PACKAGES, REPACKING, LlamaPeer, PeerOptions
 from bloomery.launcher.bench_rows import row_of, run_trial
 from bloomery.launcher.bench_trial import TokenSource, Trial, trials_of
@@ -89,7 +90,18 @@ def build_parser() -> Parser:
     )
     trial.add_argument("-r", "--repeats", type=positive, default=5, metavar="N", help="rounds after a warm-up (5)")
     trial.add_argument("--prompt-block", type=positive, default=512, metavar="N", help="greatest rows of a step (512)")
-    trial.add_argument("--host-weights", choices=("copy", "mmap"), default="mmap", help="where weights lie (mmap)")
+    trial.add_argument(
+        "--host-weights",
+        choices=("auto", "copy", "mmap"),
+        default="auto",
+        help="where weights lie: copied, mapped, or as a daemon would choose (auto)",
+    )
+    trial.add_argument(
+        "--parts",
+        action="store_true",
+        help="with --synthetic: head, experts and the rest apart, on both sides, by differences between this file and"
+        " two with fewer experts and layers, which are opened as well",
+    )
     trial.add_argument(
         "--cache-type", choices=("f16", "f32", "q8_0"), default="f16", help="type of the attention caches"
     )
@@ -153,6 +165,7 @@ def check(args: argparse.Namespace) -> None:
                 raise UsageError(f"--{name} shapes a synthetic file", "name one with --synthetic, or leave it out")
     elif any(name is not None for name in (args.model, args.hf_repo, args.demo)):
         raise UsageError("--synthetic and -m, --hf or --demo both name a model", "leave one of them out")
+    check_parts(args)
     if args.against is None:
         for name in ("peer_python", "peer_package", "repack", "micro_batch"):
             if getattr(args, name) is not None:
@@ -170,6 +183,17 @@ def check(args: argparse.Namespace) -> None:
     if args.against and template and template.peer_layers and layers not in template.peer_layers:
         allowed = " or ".join(map(str, template.peer_layers))
         raise UsageError(f"llama.cpp takes {args.synthetic} only with {allowed} layers", f"--layers {allowed[-2:]}")
+
+
+def check_parts(args: argparse.Namespace) -> None:
+    if not args.parts:
+        return
+    if args.synthetic is None:
+        raise UsageError("--parts compares synthetic files", "name one with --synthetic, or leave it out")
+    if set(args.depth) != {0} or any(args.prompt) or not any(args.gen):
+        raise UsageError("--parts is about generation at depth 0", "add -p 0 -d 0, and -n with a number of tokens")
+    if len(args.repack or []) > 1 or len(args.peer_package or []) > 1:
+        raise UsageError("--parts opens three files on each side", "name one peer package and one way of repacking")
 
 
 def benchmark(args: argparse.Namespace, path: str, progress: ProgressDisplay) -> list[bench_report.Row]:
@@ -196,8 +220,9 @@ def thread_rows(
     """All trials with one number of threads: one pool, one peer process, one set of readers."""
     context = max(trial.positions for trial in trials)
     with ExitStack() as stack:
-        engine = stack.enter_context(
-            BenchEngine(
+
+        def sides(path: str) -> tuple[BenchEngine, list[LlamaPeer]]:
+            engine = BenchEngine(
                 path,
                 threads=threads,
                 context=context,
@@ -206,23 +231,46 @@ def thread_rows(
                 host_weights=args.host_weights,
                 progress=progress,
             )
-        )
-        peers = [
-            stack.enter_context(
-                LlamaPeer(options, path, threads=threads, context=context, micro_batch=args.micro_batch or MICRO_BATCH)
-            )
-            for options in peer_options(args)
-        ]
+            stack.callback(engine.close)
+            batch = args.micro_batch or MICRO_BATCH
+            peers = [
+                stack.enter_context(LlamaPeer(options, path, threads=threads, context=context, micro_batch=batch))
+                for options in peer_options(args)
+            ]
+            return engine, peers
+
+        engine, peers = sides(path)
+        facts = facts | {"host_weights": engine.host_weights}
+        variants = []
+        for name, smaller in part_files(args, progress).items():
+            of_ours, of_theirs = sides(smaller)
+            variants.append(Variant(name, of_ours, next(iter(of_theirs), None)))
         ceiling = stack.enter_context(ReadCeiling(threads, progress))
         source = TokenSource(engine.program.vocabulary, max(trial.depth for trial in trials))
         rows = []
         for trial in trials:
-            rounds = run_trial(trial, args.repeats, engine, peers, ceiling, source, progress)
+            for variant in variants:
+                variant.forget()
+            rounds = run_trial(trial, args.repeats, engine, peers, ceiling, source, progress, variants)
             row = row_of(trial, threads, rounds, engine.program, engine.block, args.cache_type) | facts
             row["arithmetic_share"] = row["gops"] / row["arithmetic_gops"] if trial.kind == "pp" else None
             row["against_system"] = next((p.facts["system"] for p in peers if p.name == row["against"]), None)
             rows.append(row)
     return rows
+
+
+def part_files(args: argparse.Namespace, progress: ProgressDisplay) -> dict[str, str]:
+    """The smaller files of --parts by name."""
+    if not args.parts:
+        return {}
+    return {
+        name: str(
+            synthetic_file(
+                args.synthetic, shape.layers, args.mix or "", args.experts or 0, shape.used, progress=progress
+            )
+        )
+        for name, shape in smaller_shapes(args.synthetic, args.layers or 0).items()
+    }
 
 
 def peer_options(args: argparse.Namespace) -> list[PeerOptions]:
@@ -245,7 +293,6 @@ def model_facts(model: ModelFile, args: argparse.Namespace) -> dict[str, Any]:
         "prompt_block": args.prompt_block,
         "micro_batch": (args.micro_batch or MICRO_BATCH) if args.against else None,
         "cache_type": args.cache_type,
-        "host_weights": args.host_weights,
         "repeats": args.repeats,
         "cpu": cpu_name(),
         "load_before": os.getloadavg()[0],

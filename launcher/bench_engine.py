@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from bloomery.launcher.bench_trial import Trial
 from bloomery.runtime.architectures import build_program
@@ -21,8 +21,10 @@ from bloomery.runtime.completion import new_request_id
 from bloomery.runtime.engine import Engine
 from bloomery.runtime.errors import RequestError
 from bloomery.runtime.host_pool import HostPool
-from bloomery.runtime.host_weights import HostWeightsPlace
+from bloomery.runtime.host_weights import HostWeightsPlace, copied_bytes, copy_pays
+from bloomery.runtime.memory_limits import available_memory
 from bloomery.runtime.model_file import ModelFile
+from bloomery.runtime.placement import COPY_SHARE
 from bloomery.runtime.requests import Admitted, Chunk, Event, Failed, Final, GenerationRequest, SamplingParameters
 from bloomery.runtime.step_work import op_kind
 from bloomery.runtime.tokenizer import Tokenizer
@@ -47,7 +49,8 @@ class EngineRun:
 
 
 class BenchEngine:
-    """One pool of `threads` processes and an engine of one slot. Close it."""
+    """One pool of `threads` processes and an engine of one slot. `host_weights` "auto" is what a daemon would choose;
+    afterwards it says where weights lie. Close it."""
 
     def __init__(
         self,
@@ -57,12 +60,16 @@ class BenchEngine:
         context: int,
         prompt_block: int,
         cache_type: CacheType,
-        host_weights: HostWeightsPlace = "mmap",
+        host_weights: HostWeightsPlace | Literal["auto"] = "mmap",
         progress: Progress = lambda stage, done, total: None,
     ) -> None:
         with ExitStack() as stack:
             model = stack.enter_context(ModelFile.open(path))
             self.program = build_program(model)
+            if host_weights == "auto":
+                nbytes = copied_bytes(self.program)
+                pays = copy_pays(nbytes, threads) and nbytes <= COPY_SHARE * available_memory()
+                host_weights = "copy" if pays else "mmap"
             self._pool = HostPool.start(
                 path,
                 self.program,
@@ -75,6 +82,8 @@ class BenchEngine:
                 progress=progress,
                 time_stages=True,
             )
+            facts = self._pool.statistics().get("weights")
+            self.host_weights: str = facts["place"] if facts else "mmap"
             stack.callback(self._pool.close)
             self._kinds = {op.name: op_kind(self.program, op) for op in self.program.ops}
             self._engine = Engine(self._pool, Tokenizer.from_model_file(model), None)

@@ -64,6 +64,19 @@ KIND_COLUMNS: Final[tuple[tuple[str, str, Callable[[Any], str]], ...]] = (
     ("of ceiling", "ceiling_share", lambda value: _percent(value) if value >= 0.005 else ""),
     ("GOP/s", "gops", lambda value: f"{value:.1f}" if value >= 0.05 else ""),
 )
+PART_COLUMNS: Final[tuple[tuple[str, str, Callable[[Any], str]], ...]] = (
+    ("MB/token", "bytes", lambda value: f"{value / 1e6:.1f}"),
+    ("ms/token", "seconds", lambda value: f"{1e3 * value:.3f}"),
+    ("spread", "spread", _spread),
+    ("GB/s", "gbps", "{:.1f}".format),
+    ("of ceiling", "ceiling_share", _percent),
+    ("peer ms/token", "against_seconds", lambda value: f"{1e3 * value:.3f}"),
+    ("peer spread", "against_spread", _spread),
+    ("peer GB/s", "against_gbps", "{:.1f}".format),
+    ("of ceiling", "against_ceiling_share", _percent),
+    ("ratio", "ratio", "{:.2f}".format),
+    ("ratio spread", "ratio_spread", _spread),
+)
 
 
 def as_json(rows: Sequence[Row]) -> str:
@@ -88,6 +101,9 @@ def _flat(row: Row) -> Iterator[tuple[str, Any]]:
             for kind, figures in value.items():
                 for figure in ("seconds", "gbps", "gops"):
                     yield f"{kind.replace(' ', '_')}_{figure}", figures[figure]
+        elif name == "parts":
+            for part, figures in (value or {}).items():
+                yield from ((f"{part.replace(' ', '_')}_part_{figure}", figures[figure]) for figure in figures)
         elif not isinstance(value, list):
             yield name, value
 
@@ -97,6 +113,8 @@ def as_markdown(rows: Sequence[Row]) -> str:
     lines = [*_conditions(rows), "", *_markdown_table(*_table(rows))]
     for row in rows:
         lines += ["", f"{_title(row)}:", "", *_markdown_table(*_kind_table(row))]
+        if row["parts"]:
+            lines += ["", f"{_parts_title(row)}:", "", *_markdown_table(*_part_table(row))]
     return "\n".join(lines)
 
 
@@ -110,10 +128,11 @@ def print_tables(rows: Sequence[Row]) -> None:
     for line in _conditions(rows):
         console.print(line)
     pages = [("Rates", *_table(rows)), *((_title(row), *_kind_table(row)) for row in rows)]
+    pages += [(_parts_title(row), *_part_table(row)) for row in rows if row["parts"]]
     for title, headings, body in pages:
         table = new_table(title)
         for heading in headings:
-            table.add_column(heading, justify="left" if heading in ("test", "kind of op") else "right")
+            table.add_column(heading, justify="left" if heading in ("test", "kind of op", "part") else "right")
         for cells in body:
             table.add_row(*cells)
         console.print(table)
@@ -155,6 +174,17 @@ def _kind_table(row: Row) -> tuple[list[str], list[list[str]]]:
         [kind, *(write(figures[name]) for _, name, write in KIND_COLUMNS)] for kind, figures in row["kinds"].items()
     ]
     return ["kind of op", *(heading for heading, _, _ in KIND_COLUMNS)], body
+
+
+def _part_table(row: Row) -> tuple[list[str], list[list[str]]]:
+    parts = row["parts"]
+    columns = [column for column in PART_COLUMNS if all(column[1] in figures for figures in parts.values())]
+    body = [[part, *(write(figures[name]) for _, name, write in columns)] for part, figures in parts.items()]
+    return ["part", *(heading for heading, _, _ in columns)], body
+
+
+def _parts_title(row: Row) -> str:
+    return f"{_name(row)}: parts of a token by differences between files"
 
 
 def _name(row: Row) -> str:

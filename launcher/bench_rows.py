@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from bloomery.launcher.bench_engine import BenchEngine, EngineRun
+from bloomery.launcher.bench_parts import WHOLE, Variant, part_rows
 from bloomery.launcher.bench_peer import LlamaPeer, PeerRun
 from bloomery.launcher.bench_trial import TokenSource, Trial, paired_ratios, summary
 from bloomery.runtime.bandwidth_probe import ReadCeiling, ReadRate
@@ -43,6 +44,7 @@ class Rounds:
     ours: list[EngineRun] = field(default_factory=list)
     theirs: dict[str, list[PeerRun]] = field(default_factory=dict)
     ceilings: list[ReadRate] = field(default_factory=list)
+    variants: Sequence[Variant] = ()
 
 
 def run_trial(
@@ -53,10 +55,11 @@ def run_trial(
     ceiling: ReadCeiling,
     source: TokenSource,
     progress: Progress,
+    variants: Sequence[Variant] = (),
 ) -> Rounds:
     """`repeats` rounds after one that only warms up. In each, ours runs first and the peers get the same tokens: the
-    prompt, or the tokens that ours has generated."""
-    rounds = Rounds()
+    prompt, or the tokens that ours has generated. Smaller files (`bench_parts`) follow in the same round."""
+    rounds = Rounds(variants=variants)
     prefix = source.prefix(trial.depth)
     engine.fill(prefix)
     for peer in peers:
@@ -69,6 +72,8 @@ def run_trial(
         for peer in peers:
             time.sleep(PAUSE_SECONDS)
             theirs[peer.name] = peer.run(trial, fresh if trial.kind == "pp" else fresh + ours.tokens[:-1])
+        for variant in variants:
+            run_variant(variant, trial, fresh, keep=number > 0)
         time.sleep(PAUSE_SECONDS)
         rate = ceiling.measure()
         if number:
@@ -78,6 +83,19 @@ def run_trial(
                 rounds.theirs.setdefault(name, []).append(run)
         progress(f"{trial.name} at depth {trial.depth}", number + 1, repeats + 1)
     return rounds
+
+
+def run_variant(variant: Variant, trial: Trial, fresh: tuple[int, ...], keep: bool) -> None:
+    """One round of a smaller file, on both sides. Its cache is empty before."""
+    time.sleep(PAUSE_SECONDS)
+    ours = variant.engine.run(trial, (), fresh)
+    if keep:
+        variant.ours.append(ours.seconds)
+    if variant.peer:
+        time.sleep(PAUSE_SECONDS)
+        theirs = variant.peer.run(trial, fresh + ours.tokens[:-1])
+        if keep:
+            variant.theirs.append(theirs.seconds)
 
 
 def row_of(trial: Trial, threads: int, rounds: Rounds, program: Program, block: int, cache_type: str) -> dict[str, Any]:
@@ -115,7 +133,23 @@ def row_of(trial: Trial, threads: int, rounds: Rounds, program: Program, block: 
         "coordinator_us": 1e6 * (seconds - step_seconds) / steps,
         "gops": sum(kind.operations for kind in work.values()) / seconds / GIGA,
         "kinds": kind_rows(rounds.ours, work, step_seconds, steps, ceiling),
+        "parts": parts_of(trial, rounds, program, block, cache_type, ceiling) if rounds.variants else None,
     }
+
+
+def parts_of(
+    trial: Trial, rounds: Rounds, program: Program, block: int, cache_type: str, ceiling: float
+) -> dict[str, dict[str, Any]]:
+    """`part_rows` of these rounds."""
+    programs = {WHOLE: program, **{variant.name: variant.engine.program for variant in rounds.variants}}
+
+    def bytes_of(name: str) -> dict[str, float]:
+        work = trial_work(programs[name], trial, block, CACHE_BYTES[cache_type])
+        return {kind: needed.read for kind, needed in work.items()}
+
+    ours = [run.seconds for run in rounds.ours]
+    theirs = [run.seconds for runs in rounds.theirs.values() for run in runs]
+    return part_rows(trial, ours, theirs, rounds.variants, bytes_of, ceiling)
 
 
 def comparison(trial: Trial, threads: int, rounds: Rounds) -> dict[str, Any]:

@@ -264,8 +264,9 @@ def add_memory_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--host-weights",
         choices=("auto", "copy", "mmap"),
-        help="copy: weights in shared memory, near the cores that use them, in huge pages if possible; mmap: the file's"
-        f" page cache; auto: what is faster and fits (default: ${HOST_WEIGHTS_VARIABLE}, else auto)",
+        help="copy: weights in memory near the cores that use them, in huge pages if possible, shared or the workers'"
+        " own; mmap: the file's page cache; auto: what is faster and fits"
+        f" (default: ${HOST_WEIGHTS_VARIABLE}, else auto)",
     )
     group.add_argument(
         "--mlock", action="store_const", const=True, help="lock weights in memory (ulimit -l must allow it)"

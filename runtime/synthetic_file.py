@@ -42,13 +42,14 @@ def synthetic_file(
     layers: int = 0,
     mix: str = "",
     experts: int = 0,
+    used: int = 0,
     *,
     folder: Path | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> Path:
     """The benchmark file of a model by name (see `synthetic_draft`), made if it is not in the folder yet. Raises
     BloomeryError for what cannot be made, and if the disk has no room."""
-    draft = synthetic_draft(name, layers, mix, experts)
+    draft = synthetic_draft(name, layers, mix, experts, used)
     folder = folder or bench_folder()
     path = folder / f"{name}-{draft.layers}-layers-{draft.mix}-{digest(draft)}.gguf"
     if not path.is_file():

@@ -54,9 +54,10 @@ TEMPLATES: Final[Mapping[str, Template]] = {
 }
 
 
-def synthetic_draft(name: str, layers: int = 0, mix: str = "", experts: int = 0) -> Draft:
+def synthetic_draft(name: str, layers: int = 0, mix: str = "", experts: int = 0, used: int = 0) -> Draft:
     """The draft of a model by name; 0 and "" mean the template's own. Fewer `experts` make a smaller file of which a
-    token reads as much. BloomeryError for what cannot be made."""
+    token reads as much, fewer `used` ones a file of the same size of which it reads less. BloomeryError for what cannot
+    be made."""
     template = TEMPLATES.get(name)
     if template is None:
         raise BloomeryError(f"there is no benchmark file called {name}", f"choose one of {', '.join(TEMPLATES)}")
@@ -65,7 +66,7 @@ def synthetic_draft(name: str, layers: int = 0, mix: str = "", experts: int = 0)
     if layers < template.least_layers:
         message = f"{name} with {layers} layers: at least {template.least_layers} make a model of its architecture"
         raise BloomeryError(message, f"--layers {template.least_layers}")
-    shapes = replace(template.shapes, layers=layers)
+    shapes = replace(template.shapes, layers=layers, used=used or template.shapes.used)
     if experts:
         if not shapes.used <= experts <= shapes.experts:
             expected = f"{shapes.used} to {shapes.experts}" if shapes.experts else "no such number: it has none"
