@@ -5,6 +5,7 @@ Owns the translation from buffers, states and scratch names to this process's ad
 
 from __future__ import annotations
 
+from bloomery.cpu_experts.own_weights import OwnWeights
 from bloomery.cpu_experts.stage import BroughtRows, CacheAddress, HandOffPlace
 from bloomery.runtime.arena import Arena, ArenaShape, aligned
 from bloomery.runtime.engram_record import FLAG
@@ -20,7 +21,9 @@ _NOWHERE = 1 << 20
 class SizingContext:
     """Lowering without an arena, to learn what scratch the kernels want (`wanted`: name -> greatest bytes asked)."""
 
-    def __init__(self, program: Program, shape: ArenaShape) -> None:
+    def __init__(self, program: Program, shape: ArenaShape, own: OwnWeights | None = None) -> None:
+        """`own` learns which rows of the weights this rank wants."""
+        self._own = own
         self.max_rows = shape.max_rows
         self.max_out_rows = shape.max_out_rows
         self.ranks = shape.processes
@@ -35,6 +38,12 @@ class SizingContext:
     def weight(self, name: str) -> tuple[int, Tensor]:
         tensor = self._program.weights[name]
         return tensor.data.ctypes.data, tensor
+
+    def factor(self, name: str, before: int, total: int, matrices: int = 1) -> tuple[int, int]:
+        if self._own:
+            self._own.want(name, before, total, matrices)
+        address, tensor = self.weight(name)
+        return address, tensor.nbytes // matrices
 
     def state(self, name: str) -> CacheAddress:
         return CacheAddress(_NOWHERE, 64, 64, 1)
@@ -54,10 +63,17 @@ class ArenaContext:
     """Lowering into an attached arena."""
 
     def __init__(
-        self, program: Program, arena: Arena, hand_off_ns: int = 0, weights: HostWeights | None = None
+        self,
+        program: Program,
+        arena: Arena,
+        hand_off_ns: int = 0,
+        weights: HostWeights | None = None,
+        own: OwnWeights | None = None,
     ) -> None:
-        """`hand_off_ns` is how long this rank waits for a card; `weights` the copy to read weights from, if any."""
+        """`hand_off_ns` is how long this rank waits for a card; `weights` the copy to read weights from, if any; `own`
+        the rows of them that this rank has for itself."""
         self._weights = weights
+        self._own = own
         self._hand_off_ns = hand_off_ns
         shape = arena.layout.shape
         self.max_rows = shape.max_rows
@@ -76,6 +92,12 @@ class ArenaContext:
         tensor = self._program.weights[name]
         copied = self._weights.address_of(name) if self._weights else None
         return tensor.data.ctypes.data if copied is None else copied, tensor
+
+    def factor(self, name: str, before: int, total: int, matrices: int = 1) -> tuple[int, int]:
+        if self._own:
+            return self._own.factor(name, before, total, matrices)
+        address, tensor = self.weight(name)
+        return address, tensor.nbytes // matrices
 
     def state(self, name: str) -> CacheAddress:
         layout, address = self._arena.layout, self._arena.address(f"state:{name}")

@@ -122,6 +122,9 @@ class _NoMemory:
     def weight(self, name: str) -> tuple[int, Tensor]:
         return _ALIGN, self._program.weights[name]
 
+    def factor(self, name: str, before: int, total: int, matrices: int = 1) -> tuple[int, int]:
+        return _ALIGN, _ALIGN
+
     def state(self, name: str) -> CacheAddress:
         return CacheAddress(_ALIGN, _ALIGN, _ALIGN, 1)
 
@@ -242,19 +245,24 @@ class _Lowering(Deepseek4Lowering):
 
     def _matmul(self, op: MatMul) -> None:
         self._contiguous(op.x)
-        by_type: dict[str, list[tuple[int, ...]]] = {}
+        by_type: dict[str, list[tuple[View, str, str | None]]] = {}
         for out, weight, bias in zip(op.outs, op.weights, op.biases, strict=True):
             self._contiguous(out)
-            address, tensor = self.context.weight(weight)
-            row_bytes, blocks = self._blocks(tensor, op.x.elements, out.elements)
-            bias_address = 0 if bias is None else self._bias(bias)
-            job = (address, row_bytes, blocks, out.elements, 0, *self.context.view(out), bias_address)
-            by_type.setdefault(tensor.quant_type.name, []).append(job)
+            by_type.setdefault(_kind(self.context.weight(weight)[1]), []).append((out, weight, bias))
         inputs: dict[str, Activations] = {}
-        for quant_type, jobs in by_type.items():
+        for quant_type, products in by_type.items():
             kind = activation_kind(quant_type)
             if kind not in inputs:
                 inputs[kind] = self._quantise(kind, op.x)
+            jobs: list[tuple[int, ...]] = []
+            before = 0
+            total = sum(out.elements for out, _, _ in products)
+            for out, weight, bias in products:
+                row_bytes, blocks = self._blocks(self.context.weight(weight)[1], op.x.elements, out.elements)
+                address, _ = self.context.factor(weight, before, total)
+                bias_address = 0 if bias is None else self._bias(bias)
+                jobs.append((address, row_bytes, blocks, out.elements, 0, *self.context.view(out), bias_address))
+                before += out.elements
             self._multiply(quant_type, inputs[kind], op.x, jobs)
 
     def _bias(self, name: str) -> int:
@@ -270,8 +278,9 @@ class _Lowering(Deepseek4Lowering):
         self.emit(f"matmul_{quant_type}", self._rows(view), *head, *tiles, len(jobs), *words)
 
     def _head_matmul(self, op: HeadMatMul) -> None:
-        address, tensor = self.context.weight(op.weight)
+        tensor = self.context.weight(op.weight)[1]
         row_bytes, blocks = self._blocks(tensor, op.x.width, op.out.width, op.x.count)
+        address, _ = self.context.factor(op.weight, 0, op.x.count * op.out.width)
         kind = activation_kind(tensor.quant_type.name)
         x = self._quantise(kind, op.x)
         if kind == "F32":
@@ -359,9 +368,8 @@ class _Lowering(Deepseek4Lowering):
         """Products of every item with the matrices of its expert; a job is (tensor, out, out stride, outputs)."""
         words: list[int] = []
         for name, out, stride, outputs in jobs:
-            address, tensor = self.context.weight(name)
-            row_bytes, blocks = self._blocks(tensor, inputs, outputs, experts)
-            words += [address, row_bytes * outputs, row_bytes, blocks, outputs, out, stride]
+            row_bytes, blocks = self._blocks(self.context.weight(name)[1], inputs, outputs, experts)
+            words += [*self.context.factor(name, 0, outputs, experts), row_bytes, blocks, outputs, out, stride]
         quant_type = _kind(self.context.weight(jobs[0][0])[1])
         tiles = self._tiles(quant_type, blocks)
         used = op.ids.elements
@@ -377,8 +385,9 @@ class _Lowering(Deepseek4Lowering):
         final before it are final after it. So a round reads the weight once for all blocks."""
         self._contiguous(op.base, op.logits, op.previous)
         rank, vocabulary = op.previous.elements, op.logits.elements
-        (table_address, table), (address, weight) = self.context.weight(op.embedding), self.context.weight(op.weight)
+        (table_address, table), (_, weight) = self.context.weight(op.embedding), self.context.weight(op.weight)
         source = (table_address, *self._blocks(table, rank, vocabulary), rank, *self.context.view(op.previous))
+        address, _ = self.context.factor(op.weight, 0, vocabulary)
         job = (address, *self._blocks(weight, rank, vocabulary), vocabulary, 0, *self.context.view(op.logits), 0)
         rows, ids = self._rows(op.out), self.context.scratch("chain", F32_BYTES * self._max_rows(op.out))
         for number in range(op.block):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from bloomery.cpu_experts.compile_cache import compile_kernel
 from bloomery.cpu_experts.lowering import lower
@@ -24,9 +24,9 @@ class ModelWorkload:
         tables = {table.weight for table in engram_tables(program)}  # larger than memory, and not read from here
         self._besides, self._copied = tables, bool(start.weight_files)
 
-    def map_weights(self, progress: Callable[[int, int], None]) -> None:
+    def map_weights(self, besides: Collection[str], progress: Callable[[int, int], None]) -> None:
         if not self._copied:
-            self._model.map_pages(_MAP_SECONDS, self._besides, progress)
+            self._model.map_pages(_MAP_SECONDS, self._besides | set(besides), progress)
 
     def stages(self, context: LoweringContext) -> list[Stage]:
         return lower(self.program, context)

@@ -105,6 +105,11 @@ class LoweringContext(Protocol):
     def weight(self, name: str) -> tuple[int, Tensor]:
         """Address of the tensor's first byte, and the tensor."""
 
+    def factor(self, name: str, before: int, total: int, matrices: int = 1) -> tuple[int, int]:
+        """Of a weight that is multiplied: address of its first byte, and bytes from one of its `matrices` to the next.
+        Ranks share `total` output rows (`kernels/work.py`), of which the rows of each matrix are those from `before`
+        on; only this rank's need be there, each at its distance from the matrix's address."""
+
     def state(self, name: str) -> CacheAddress:
         """Where the rows of a state lie."""
 

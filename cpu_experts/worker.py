@@ -8,6 +8,7 @@ step is `interpreter`'s.
 from __future__ import annotations
 
 import importlib
+import time
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,11 @@ from numpy.typing import NDArray
 
 from bloomery.cpu_experts import interpreter
 from bloomery.cpu_experts.arena_context import ArenaContext, SizingContext
+from bloomery.cpu_experts.own_weights import OwnWeights
 from bloomery.cpu_experts.stage import STEP_TOKENS
 from bloomery.cpu_experts.workload import Workload
 from bloomery.runtime.arena import TICKS_PER_STAGE, Arena, ArenaLayout, Lowered
-from bloomery.runtime.host_weights import HostWeights, WeightLayout, copied_tensors
+from bloomery.runtime.host_weights import HostWeights, WeightLayout, copied_tensors, lock_mapped
 from bloomery.runtime.step_record import LINE, RECORD_ARRAYS, STAGE_BITS, STEP, record_array_offset
 from bloomery.runtime.worker_life import live
 from bloomery.runtime.worker_link import Link
@@ -39,19 +41,27 @@ class Worker:
     def __init__(self, start: WorkerStart, link: Link) -> None:
         self._start = start
         self._link = link
+        self._reported = 0.0
         module, _, function = start.workload.partition(":")
         self._workload: Workload = getattr(importlib.import_module(module), function)(start)
-        self._workload.map_weights(self._report_mapping)
-        sizing = SizingContext(self._workload.program, start.shape)
+        program, shape = self._workload.program, start.shape
+        self._own = OwnWeights(program, start.rank, shape.processes) if start.own_weights else None
+        sizing = SizingContext(program, shape, self._own)
         self._stages = self._workload.stages(sizing)
+        if self._own:
+            self._own.load(lambda done, total: self._report("weights", done, total))
+        besides = self._own.names if self._own else set()
+        self._workload.map_weights(besides, lambda done, total: self._report("map", done, total))
         assert len(self._stages) < 1 << STAGE_BITS
         self._lowered = Lowered(tuple(sorted(sizing.wanted.items())), len(self._stages))
         self._memory: tuple[Any, ...] = ()
 
-    def _report_mapping(self, done: int, total: int) -> None:
-        """Every worker maps the same pages; one tells of it."""
-        if self._start.rank == 0:
-            self._link.send("progress", stage="map", done=done, total=total)
+    def _report(self, stage: str, done: int, total: int) -> None:
+        """Every worker maps the same pages, and reads as much; one tells of it, and who comes later."""
+        now = time.monotonic()
+        if (self._start.rank == 0 or self._start.generation) and (done == total or now > self._reported + 0.1):
+            self._link.send("progress", stage=stage, done=done, total=total)
+            self._reported = now
 
     def serve_until_told(self) -> None:
         """Reports, compiles what it is told to, attaches, and serves steps until it is told to stop."""
@@ -67,7 +77,7 @@ class Worker:
             self._link.send("compiled", kernel=message["kernel"])
         assert message["kind"] == "attach", message
         arena = self._attach(message)
-        self._link.send("ready")
+        self._link.send("ready", **self._own_facts())
         self._serve(arena)
 
     def _compile(self, kernel: str) -> int:
@@ -81,7 +91,8 @@ class Worker:
         self._compile(INTERPRETER)
         layout = ArenaLayout(self._workload.program, self._start.shape, lowered_of(message))
         arena = Arena.attach(message["prefix"], layout)
-        context = ArenaContext(self._workload.program, arena, self._start.hand_off_ns, self._copied())
+        weights = (self._copied(), self._own)
+        context = ArenaContext(self._workload.program, arena, self._start.hand_off_ns, *weights)
         self._stages = self._workload.stages(context)
         assert len(self._stages) == self._lowered.stages, "lowering depends on addresses"
         table, arguments = self._stage_table()
@@ -109,6 +120,16 @@ class Worker:
         program = self._workload.program
         layout = WeightLayout(copied_tensors(program), self._start.weight_nodes)
         return HostWeights.attach(layout, self._start.weight_files)
+
+    def _own_facts(self) -> dict[str, Any]:
+        """What the pool is told of weights in this process's own memory."""
+        if not self._own:
+            return {}
+        unlocked = ""
+        if self._start.mlock:
+            others = [t for t in copied_tensors(self._workload.program) if t.name not in self._own.names]
+            unlocked = self._own.lock() or lock_mapped(others)
+        return {"weights": self._own.nbytes, "huge": self._own.huge_share(), "unlocked": unlocked}
 
     def _stage_table(self) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
         """The interpreter's table of stages, and their arguments, which must stay alive."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from bloomery.cpu_experts.stage import LoweringContext, Stage
@@ -15,8 +15,9 @@ class Workload(Protocol):
     @property
     def program(self) -> Program: ...
 
-    def map_weights(self, progress: Callable[[int, int], None]) -> None:
-        """Makes the weights ready for the first step; `progress(done, total)` in bytes."""
+    def map_weights(self, besides: Collection[str], progress: Callable[[int, int], None]) -> None:
+        """Makes the weights ready for the first step, but for those that lie elsewhere; `progress(done, total)` in
+        bytes."""
 
     def stages(self, context: LoweringContext) -> list[Stage]:
         """The program's stages with addresses from this context. PlanError for what has no kernel."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import logging
 import os
 from collections.abc import Generator
 from dataclasses import replace
@@ -24,13 +25,21 @@ from bloomery.runtime.cpu_limits import affinity_mask, cpu_quota
 from bloomery.runtime.engram_process import EngramProcess
 from bloomery.runtime.errors import WorkerLost
 from bloomery.runtime.executor import StateSnapshot, StepResult, StepRows, check_rows
-from bloomery.runtime.host_weights import HostWeights, HostWeightsPlace, WeightLayout, copied_tensors
+from bloomery.runtime.host_weights import (
+    HostWeights,
+    HostWeightsPlace,
+    WeightLayout,
+    check_room,
+    copied_bytes,
+    copied_tensors,
+    private_pays,
+)
 from bloomery.runtime.memory_terms import LOGITS_BYTES
 from bloomery.runtime.program import Program
 from bloomery.runtime.slot_states import SlotStates
 from bloomery.runtime.step_runner import StepRunner
 from bloomery.runtime.topology import Topology, default_processes
-from bloomery.runtime.weight_loading import fill_weights, lock_weights
+from bloomery.runtime.weight_loading import fill_weights, lock_weights, own_facts
 from bloomery.runtime.worker_group import Progress, WorkerGroup
 from bloomery.runtime.worker_messages import EngramOptions, WorkerStart, lowered_of
 
@@ -42,6 +51,7 @@ IDLE_SPIN_NS = 2_000_000
 _CROWDED_IDLE_NS = 200_000  # yielding all the while
 
 _pool_numbers = itertools.count()
+log = logging.getLogger(__name__)
 
 
 def deadline_scale() -> float:
@@ -80,10 +90,12 @@ class HostPool:
         labels: list[str],
         engram: EngramProcess | None,
         weights: HostWeights | None = None,
+        weight_facts: dict[str, Any] | None = None,
     ) -> None:
         self._group = group
         self._engram = engram
         self._weights = weights
+        self._weight_facts = weight_facts
         self._arena = arena
         self._lowered = lowered
         self._labels = labels
@@ -131,9 +143,10 @@ class HostPool:
         `engram` is for the process that brings n-gram table rows, which only a program with engrams has. With
         `keep_choices` the pool runs the program that `router_choices` makes of this one, and `choices` tells what
         routers picked. With `host_weights` "copy" weights are read into shared memory, near the ranks that compute with
-        them; `mlock` keeps them from being swapped. Workers that wait yield their cores, which is right for a pool
-        whose users are in this session (`cpu_limits.session_groups`), or sleep for moments. `topology` stands for the
-        machine's in tests.
+        them, or each worker reads what it computes with into its own memory, where only that has huge pages; "shared"
+        and "private" ask for one of these. `mlock` keeps weights from being swapped. Workers that wait yield their
+        cores, which is right for a pool whose users are in this session (`cpu_limits.session_groups`), or sleep for
+        moments. `topology` stands for the machine's in tests.
         Raises ModelFileError and PlanError as the workers found them, PlanError if the arena does not fit, WorkerLost.
         """
         runtime_files.sweep()
@@ -156,8 +169,13 @@ class HostPool:
         )
         weights: HostWeights | None = None
         if host_weights == "copy":
+            host_weights = "private" if private_pays(copied_bytes(program)) else "shared"
+        if host_weights == "shared":
             weights = HostWeights.create(WeightLayout(copied_tensors(program), starts[0].weight_nodes))
             starts = [replace(start, weight_files=weights.files) for start in starts]
+        elif host_weights == "private":
+            check_room(copied_bytes(program))
+            starts = [replace(start, own_weights=True, mlock=mlock) for start in starts]
         quiet = quiet_seconds()
         group: WorkerGroup | None = None
         arena: Arena | None = None
@@ -177,10 +195,11 @@ class HostPool:
             group.compile(range(processes), hellos[0]["kernels"], progress)
             if program.engram and engram_process:
                 engram_process.attach(arena, lowered, len(program.engram.sites))
-            group.attach(range(processes), arena, lowered, progress)
-            if mlock:
+            own = own_facts(group.attach(range(processes), arena, lowered, progress), starts[0].weight_nodes)
+            if mlock and not own:
                 lock_weights(program, weights)
-            pool = cls(group, arena, program, lowered, hellos[0]["labels"], engram_process, weights)
+            facts = weights.facts() if weights else own
+            pool = cls(group, arena, program, lowered, hellos[0]["labels"], engram_process, weights, facts)
         except BaseException:
             if group is not None:
                 group.end(0.0)
@@ -288,6 +307,9 @@ class HostPool:
         self._runner.recover(self._replace_dead)
 
     def _replace_dead(self) -> int:
+        if self._weight_facts and self._weights is None:
+            for rank in self._group.dead():
+                log.info("%s died; its successor reads its part of the weights again", self._group.describe(rank))
         replaced = self._group.replace_dead(self._arena, self._lowered)
         if self._engram:
             self._engram.replace_dead(self._arena, self._lowered)
@@ -295,8 +317,8 @@ class HostPool:
 
     def statistics(self) -> dict[str, Any]:
         statistics = {"executor": "host", "processes": self._shape.processes, **self._runner.statistics()}
-        if self._weights:
-            statistics["weights"] = self._weights.facts()
+        if self._weight_facts:
+            statistics["weights"] = self._weight_facts
         if self._engram:
             statistics["engram"] = self._engram.statistics()
         return statistics

@@ -29,8 +29,9 @@ from bloomery.runtime.model_file import Tensor
 from bloomery.runtime.program import Program
 from bloomery.runtime.topology import Topology
 
-HostWeightsPlace: TypeAlias = Literal["copy", "mmap"]
-"""Weights in shared memory, or in the page cache of the mapped file."""
+HostWeightsPlace: TypeAlias = Literal["copy", "shared", "private", "mmap"]
+"""Weights copied to shared memory, to memory of the workers that compute with them, or to whichever of these has huge
+pages ("copy"); or in the page cache of the mapped file."""
 PAGE: Final = 4096
 HUGE_PAGE: Final = 2 << 20
 LEAST_COPY: Final = 1 << 30
@@ -159,14 +160,10 @@ class HostWeights:
     @classmethod
     def create(cls, layout: WeightLayout) -> HostWeights:
         """New, empty segments, of reserved huge pages if there are enough and one node. PlanError without memory."""
-        free = available_memory()
         pages = -(-layout.nbytes // HUGE_PAGE)
         hugetlb = len(layout.runs) == 1 and _reserved_huge_pages() >= pages
-        if layout.nbytes > free and not hugetlb:
-            raise PlanError(
-                f"a copy of the weights takes {layout.nbytes} bytes, and {free} bytes of memory are free",
-                "use --host-weights mmap",
-            )
+        if not hugetlb:
+            check_room(layout.nbytes)
         descriptors: dict[int, int] = {}
         try:
             for node, nbytes in layout.segments.items():
@@ -235,10 +232,8 @@ class HostWeights:
 
     def lock(self) -> str:
         """Keeps all pages in memory; why that is not possible, or ""."""
-        for run in self.layout.runs:
-            if _libc.mlock(self.address + run.place, run.nbytes):
-                return os.strerror(ctypes.get_errno())
-        return ""
+        reasons = (lock_memory(self.address + run.place, run.nbytes) for run in self.layout.runs)
+        return next((reason for reason in reasons if reason), "")
 
     def address_of(self, tensor: str) -> int | None:
         """Of the tensor's first byte in this process; None for one that was not copied."""
@@ -247,18 +242,16 @@ class HostWeights:
 
     def huge_share(self) -> float:
         """The part of the range that this process sees through huge pages, as /proc/self/smaps tells."""
-        huge, inside = 0, False
-        for line in Path("/proc/self/smaps").read_text().splitlines():
-            if head := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-                begin, end = int(head[1], 16), int(head[2], 16)
-                inside = begin >= self.address and end <= self.address + self._reserved
-            elif inside and line.startswith(("ShmemPmdMapped:", "Shared_Hugetlb:")):
-                huge += int(line.split()[1]) * 1024
-        return huge / max(1, self.layout.nbytes)
+        end = self.address + self._reserved
+        return huge_bytes(self.address, end, "ShmemPmdMapped", "Shared_Hugetlb") / max(1, self.layout.nbytes)
 
     def facts(self) -> dict[str, Any]:
         """For status and logs: bytes in each node's segment, and the part seen through huge pages."""
-        return {"bytes": {str(node): nbytes for node, nbytes in self.layout.segments.items()}, "huge": self.huge}
+        return {
+            "place": "shared",
+            "bytes": {str(node): nbytes for node, nbytes in self.layout.segments.items()},
+            "huge": self.huge,
+        }
 
     def close(self) -> None:
         """Unmaps and closes. The memory is free as soon as nobody has it mapped, however they end."""
@@ -289,11 +282,19 @@ def huge_pages_for(nbytes: int, root: Path = Path("/")) -> bool:
     return transparent or _reserved_huge_pages(root) * HUGE_PAGE >= nbytes
 
 
+def private_pays(nbytes: int, root: Path = Path("/")) -> bool:
+    """Whether huge pages are to be had for memory of single processes, and not for shared memory of this size."""
+    chosen = re.search(r"\[(\w+)\]", text_of(root / "sys/kernel/mm/transparent_hugepage/enabled"))
+    return chosen is not None and chosen[1] != "never" and not huge_pages_for(nbytes, root)
+
+
 def copy_pays(nbytes: int, processes: int, root: Path = Path("/"), mask: Iterable[int] | None = None) -> bool:
     """Whether a copy gives what mapped files do not: huge pages, or memory near each of several nodes. Files below
     LEAST_COPY are ready sooner than any copy is made. (docs/performance.md has what was measured.)"""
     if nbytes < LEAST_COPY:
         return False
+    if private_pays(nbytes, root):
+        return True
     machine = Topology.read(root).within(affinity_mask() if mask is None else mask)
     nodes = {machine.node_of(cpu) for cpu in machine.pin_order()[:processes]}
     return len(nodes) > 1 or huge_pages_for(nbytes, root)
@@ -305,10 +306,42 @@ def copied_tensors(program: Program) -> list[Tensor]:
     return [tensor for name, tensor in program.weights.items() if name not in tables]
 
 
+def copied_bytes(program: Program) -> int:
+    """Bytes of `copied_tensors`."""
+    return sum(tensor.nbytes for tensor in copied_tensors(program))
+
+
+def check_room(nbytes: int) -> None:
+    """PlanError if there is no memory for a copy of so many bytes."""
+    free = available_memory()
+    if nbytes > free:
+        raise PlanError(
+            f"a copy of the weights takes {nbytes} bytes, and {free} bytes of memory are free",
+            "use --host-weights mmap",
+        )
+
+
 def lock_mapped(tensors: Iterable[Tensor]) -> str:
     """Keeps tensors of the mapped file in memory; why that is not possible, or ""."""
     for tensor in tensors:
-        first = tensor.data.ctypes.data // PAGE * PAGE
-        if _libc.mlock(first, tensor.data.ctypes.data + tensor.nbytes - first):
-            return os.strerror(ctypes.get_errno())
+        if reason := lock_memory(tensor.data.ctypes.data, tensor.nbytes):
+            return reason
     return ""
+
+
+def lock_memory(address: int, nbytes: int) -> str:
+    """Keeps the pages of these bytes in memory; why that is not possible, or ""."""
+    first = address // PAGE * PAGE
+    return os.strerror(ctypes.get_errno()) if _libc.mlock(first, address + nbytes - first) else ""
+
+
+def huge_bytes(begin: int, end: int, *kinds: str) -> int:
+    """Bytes in huge pages of the mappings that reach into a range of this process's addresses; `kinds` are what
+    /proc/self/smaps calls them."""
+    huge, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if head := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(head[1], 16) < end and int(head[2], 16) > begin
+        elif inside and line.partition(":")[0] in kinds:
+            huge += int(line.split()[1]) * 1024
+    return huge

@@ -14,9 +14,11 @@ from bloomery.runtime.arena import LEAST_SPARE, ArenaLayout, ArenaShape, Lowered
 from bloomery.runtime.daemon_config import DaemonConfig
 from bloomery.runtime.engram_record import engram_tables
 from bloomery.runtime.expert_tiers import ExpertTiers
-from bloomery.runtime.ops_deepseek4 import IndexRows, WindowAttention
+from bloomery.runtime.ops_deepseek4 import IndexRows, TableRows, WindowAttention
+from bloomery.runtime.ops_drafts import TokenChain
 from bloomery.runtime.program import (
     Attention,
+    EmbedRows,
     HeadMatMul,
     MatMul,
     Program,
@@ -84,8 +86,35 @@ def weight_bytes(program: Program) -> tuple[int, int, int]:
     )
 
 
-def host_plan_terms(config: DaemonConfig, program: Program, processes: int, context: int) -> tuple[MemoryTerm, ...]:
-    """Plan cpu; `processes` is 0 for the reference executor."""
+def looked_up_bytes(program: Program) -> tuple[int, int]:
+    """Of weights from which steps take single rows (embeddings, tables that are no n-gram tables): the bytes of all,
+    and of those that are not multiplied as well."""
+    on_disk = {table.weight for table in engram_tables(program)}
+    rows: set[str] = set()
+    factors: set[str] = set()
+    for op in program.ops:
+        match op:
+            case EmbedRows():
+                rows.add(op.weight)
+            case TokenChain():
+                rows.add(op.embedding)
+                factors.add(op.weight)
+            case TableRows():
+                rows.add(op.table)
+            case MatMul():
+                factors.update(op.weights)
+            case _:
+                pass
+    rows -= on_disk
+    sizes = {name: program.weights[name].nbytes for name in rows}
+    return sum(sizes.values()), sum(sizes[name] for name in rows - factors)
+
+
+def host_plan_terms(
+    config: DaemonConfig, program: Program, processes: int, context: int, own: bool = False
+) -> tuple[MemoryTerm, ...]:
+    """Plan cpu; `processes` is 0 for the reference executor. With `own` workers have what they multiply in their own
+    memory, and take single rows from the mapped file."""
     max_rows, max_out_rows = out_rows_of(config, program)
     shape = ArenaShape(context, config.slots, max_rows, max_out_rows, max(1, processes), config.cache_type)
     layout = ArenaLayout(program, shape, Lowered((), 0))
@@ -94,9 +123,11 @@ def host_plan_terms(config: DaemonConfig, program: Program, processes: int, cont
     dense, experts, tables = weight_bytes(program)
     brings = bool(tables and processes)  # a process of its own, for tables that may be larger than memory
     held: Place = "private" if config.host_weights == "copy" and processes else "mapped"
+    looked_up, alone = looked_up_bytes(program) if own and held == "private" else (0, 0)
     terms = [
         MemoryTerm("disk tables", tables, "disk"),
-        MemoryTerm("dense weights", dense, held),
+        MemoryTerm("looked-up weights", looked_up, "mapped"),
+        MemoryTerm("dense weights", dense - alone, held),
         MemoryTerm("host experts", experts, held),
         MemoryTerm("processes", PROCESS_BYTES * (1 + processes + brings), "private"),
     ]

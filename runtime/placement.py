@@ -18,7 +18,7 @@ from bloomery.runtime.card_probe import CardRoom, may_have_card, probe_cards
 from bloomery.runtime.daemon_config import DaemonConfig
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.expert_tiers import ExpertTiers
-from bloomery.runtime.host_weights import copy_pays
+from bloomery.runtime.host_weights import copied_bytes, copy_pays, private_pays
 from bloomery.runtime.hot_list import HotList
 from bloomery.runtime.memory_limits import available_memory
 from bloomery.runtime.memory_terms import REFERENCE_WEIGHT_BYTES as REFERENCE_WEIGHT_BYTES
@@ -146,8 +146,10 @@ def _host_plan(config: DaemonConfig, program: Program, room: MemoryRoom, hot: Ho
     if config.host_weights == "auto":
         config = replace(config, host_weights="copy" if _copy_fits(config, program, processes, room) else "mmap")
 
+    own = private_pays(copied_bytes(program))
+
     def terms(context: int) -> tuple[MemoryTerm, ...]:
-        return host_plan_terms(config, program, processes, context)
+        return host_plan_terms(config, program, processes, context, own)
 
     def fits(context: int) -> bool:
         cache, others, shared = _split(terms(context))
@@ -178,7 +180,8 @@ def _copy_fits(config: DaemonConfig, program: Program, processes: int, room: Mem
     dense, experts, _ = weight_bytes(program)
     if not processes or not copy_pays(dense + experts, processes):
         return False
-    least = host_plan_terms(replace(config, host_weights="copy"), program, processes, config.context or LEAST_CONTEXT)
+    copying, own = replace(config, host_weights="copy"), private_pays(copied_bytes(program))
+    least = host_plan_terms(copying, program, processes, config.context or LEAST_CONTEXT, own)
     return sum(term.nbytes for term in least if term.place != "disk") <= COPY_SHARE * room.memory
 
 
@@ -265,6 +268,7 @@ def _refuse_what_does_not_fit(plan: Plan, room: MemoryRoom) -> None:
 _HINTS = {
     "dense weights": "free memory, or use a smaller file",
     "host experts": "free memory, or use a smaller file",
+    "looked-up weights": "free memory, or use a smaller file",
     "KV cache": "ask for less context (--ctx), fewer sequences (--parallel) or --cache-type f16 or q8_0",
     "activations": "ask for a smaller --prompt-block",
     "logits": "ask for a smaller --prompt-block or fewer sequences (--parallel)",

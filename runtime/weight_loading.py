@@ -1,4 +1,4 @@
-"""Weights read from files into shared memory: by several threads, with progress, past the page cache.
+"""Weights read from files into memory: by several threads, with progress, past the page cache.
 
 Owns how files are read: chunks that are whole in the page cache (mincore) are taken from there, all others by O_DIRECT,
 or where a file system has none, through the cache with their pages dropped afterwards, so that a load does not take
@@ -15,11 +15,11 @@ import mmap
 import os
 import resource
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION as FIRST_ERROR
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -38,6 +38,7 @@ CHUNK: Final = 8 << 20
 """Bytes that a thread reads at once: several huge pages."""
 READERS: Final = 4
 DIRECT: Final = os.O_DIRECT
+HUGE_SETTINGS: Final = "/sys/kernel/mm/transparent_hugepage"
 ENOUGH_HUGE: Final = 0.9
 SMALL_PAGE_COST: Final = 30
 """Percent, of kernels with one stream (docs/performance.md)."""
@@ -54,26 +55,57 @@ def fill_weights(weights: HostWeights, progress: Progress) -> None:
     """`load_weights`, and says once what was not to be had."""
     load_weights(weights, progress)
     weights.huge = weights.huge_share()
-    if weights.huge < ENOUGH_HUGE and weights.layout.nbytes >= 64 * HUGE_PAGE:
+    _say_if_small(weights.huge, weights.layout.nbytes, f"as root: echo advise > {HUGE_SETTINGS}/shmem_enabled")
+
+
+def own_facts(readies: Mapping[int, Mapping[str, Any]], nodes: Sequence[int]) -> dict[str, Any]:
+    """Of weights in the workers' own memory, as their ready messages tell: the same facts as `HostWeights.facts`; none
+    where no worker has any. Says once what this means, and what was not to be had."""
+    own = {rank: ready for rank, ready in readies.items() if "weights" in ready}
+    if not own:
+        return {}
+    nbytes = dict.fromkeys(map(str, sorted(set(nodes))), 0)
+    for rank, ready in own.items():
+        nbytes[str(nodes[rank])] += ready["weights"]
+    total = sum(nbytes.values())
+    huge = sum(ready["huge"] * ready["weights"] for ready in own.values()) / max(1, total)
+    log.info(
+        "weights lie in the memory of %d workers, %d MiB, %.0f %% of them in huge pages; a worker that has to be"
+        " replaced reads its part of the file again",
+        len(own),
+        total >> 20,
+        100 * huge,
+    )
+    _say_if_small(huge, total, "free memory in one piece, or as root: echo 1 > /proc/sys/vm/compact_memory")
+    if reason := next((ready["unlocked"] for ready in own.values() if ready["unlocked"]), ""):
+        _say_unlocked(reason)
+    return {"place": "private", "bytes": nbytes, "huge": huge}
+
+
+def _say_if_small(huge: float, nbytes: int, remedy: str) -> None:
+    if huge < ENOUGH_HUGE and nbytes >= 64 * HUGE_PAGE:
         log.warning(
-            "%.0f %% of the copied weights lie in 4 KiB pages, which costs decoding up to %d %%; "
-            "as root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
-            100 * (1 - weights.huge),
+            "%.0f %% of the copied weights lie in 4 KiB pages, which costs decoding up to %d %%; %s",
+            100 * (1 - huge),
             SMALL_PAGE_COST,
+            remedy,
         )
 
 
 def lock_weights(program: Program, weights: HostWeights | None) -> None:
     """Keeps weights from being swapped or dropped, copy or mapped file. Says once if that is not allowed."""
-    reason = weights.lock() if weights else lock_mapped(copied_tensors(program))
-    if reason:
-        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-        log.warning(
-            "weights are not locked in memory (%s; ulimit -l is %d KiB): the kernel may drop or swap them, and steps"
-            " then wait for the disk",
-            reason,
-            limit // 1024,
-        )
+    if reason := weights.lock() if weights else lock_mapped(copied_tensors(program)):
+        _say_unlocked(reason)
+
+
+def _say_unlocked(reason: str) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    log.warning(
+        "weights are not locked in memory (%s; ulimit -l is %d KiB): the kernel may drop or swap them, and steps then"
+        " wait for the disk",
+        reason,
+        limit // 1024,
+    )
 
 
 def load_weights(weights: HostWeights, progress: Progress, readers: int = READERS) -> None:
@@ -82,7 +114,7 @@ def load_weights(weights: HostWeights, progress: Progress, readers: int = READER
     total = weights.layout.nbytes
     done, stop, lock = [0], threading.Event(), threading.Lock()
 
-    def read(file: _File, extent: Extent, at: int) -> None:
+    def read(file: WeightFile, extent: Extent, at: int) -> None:
         if stop.is_set():
             return
         nbytes = min(CHUNK, extent.nbytes - at)
@@ -92,7 +124,9 @@ def load_weights(weights: HostWeights, progress: Progress, readers: int = READER
             done[0] += nbytes
 
     with contextlib.ExitStack() as files, ThreadPoolExecutor(readers, "bloomery-weights") as pool:
-        opened = {path: files.enter_context(_File(path)) for path in {extent.path for extent in weights.layout.extents}}
+        opened = {
+            path: files.enter_context(WeightFile(path)) for path in {extent.path for extent in weights.layout.extents}
+        }
         waiting = {
             pool.submit(read, opened[extent.path], extent, at)
             for extent in weights.layout.extents
@@ -109,7 +143,7 @@ def load_weights(weights: HostWeights, progress: Progress, readers: int = READER
     progress("weights", total, total)
 
 
-class _File:
+class WeightFile:
     """A file that is read past the page cache."""
 
     def __init__(self, path: Path) -> None:
@@ -126,7 +160,7 @@ class _File:
         except OSError:
             self._direct = -1
 
-    def __enter__(self) -> _File:
+    def __enter__(self) -> WeightFile:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -2,7 +2,9 @@
 
 Owns the messages' shape (msgpack maps with a `kind`). Steps themselves go through the arena only.
 
-    worker -> pool   hello(scratch, stages, labels, kernels) . compiled(kernel) . progress(stage, done, total) . ready
+    worker -> pool   hello(scratch, stages, labels, kernels) . compiled(kernel) . progress(stage, done, total)
+                     ready(weights, huge, unlocked): of weights in its own memory the bytes, the part of these in huge
+                     pages, and why they are not locked where they should be
                      error(type, message, hint)
     pool -> worker   compile(kernel) . attach(prefix, scratch, stages) . (empty frame: doorbell)
 
@@ -40,7 +42,8 @@ class WorkerStart:
     `architectures.load_program`'s; with `keep_choices` the program leaves the routers' choices behind
     (`router_choices`). Beside a card: `hand_offs` are the numbers of the routed layers with experts on the
     host, `hand_off_ns` is how long a side waits for the other inside a step. `weight_nodes` are the NUMA nodes of
-    the ranks; `weight_files` those of a copy of the weights (`host_weights`), none where they are mapped.
+    the ranks; `weight_files` those of a copy of the weights (`host_weights`), none where they are mapped. With
+    `own_weights` a worker copies to its own memory what it multiplies, and with `mlock` it locks that there.
     """
 
     rank: int
@@ -64,6 +67,8 @@ class WorkerStart:
     hand_off_ns: int = 0
     weight_nodes: tuple[int, ...] = ()
     weight_files: tuple[str, ...] = ()
+    own_weights: bool = False
+    mlock: bool = False
 
     MODULE: ClassVar[str] = "bloomery.cpu_experts"
     TITLE: ClassVar[str] = "CPU-expert worker"

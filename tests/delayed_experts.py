@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -32,8 +32,8 @@ class DelayedExperts:
         self.program = self._inner.program
         self._delay: Any = None
 
-    def map_weights(self, progress: Callable[[int, int], None]) -> None:
-        self._inner.map_weights(progress)
+    def map_weights(self, besides: Collection[str], progress: Callable[[int, int], None]) -> None:
+        self._inner.map_weights(besides, progress)
 
     def stages(self, context: LoweringContext) -> list[Stage]:
         out: list[Stage] = []

@@ -93,6 +93,10 @@ class InProcessExecutor:
         tensor = self.program.weights[name]
         return tensor.data.ctypes.data, tensor
 
+    def factor(self, name: str, before: int, total: int, matrices: int = 1) -> tuple[int, int]:
+        address, tensor = self.weight(name)
+        return address, tensor.nbytes // matrices
+
     def state(self, name: str) -> CacheAddress:
         state = self.states[name]
         return CacheAddress(state.ctypes.data, state.strides[0], state.strides[1], state.shape[1])

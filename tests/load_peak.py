@@ -1,4 +1,4 @@
-"""Peak memory of a load: `python tests/load_peak.py FILE [copy|mmap]` starts a pool and says what it took at most.
+"""Peak memory of a load: `python tests/load_peak.py FILE [shared|private|mmap]` starts a pool and says what it took.
 
 Counted are anonymous memory of this process and its workers, beyond what this process had before, and the memory that
 the copies' segments have taken. (Proportional sizes of shared pages would count those twice that a worker maps while
@@ -70,7 +70,7 @@ def peak_of_load(path: Path, processes: int, **options: Any) -> tuple[int, int, 
 
 
 def main() -> None:
-    path, place = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "copy"
+    path, place = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "shared"
     anonymous, segments, weights = (nbytes / MEBIBYTE for nbytes in peak_of_load(path, 2, host_weights=place))
     print(f"{place}, 2 workers: weights {weights:.0f} MiB, segments {segments:.0f}, anonymous {anonymous:.0f}")
 

@@ -11,7 +11,7 @@ fail). The token STUCK in a step's first row keeps the last rank in stage 2 for 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -147,7 +147,7 @@ class RingWorkload:
         if self._settings.get("refuse") == "defect" and start.rank == 1:
             raise ZeroDivisionError("one rank only")
 
-    def map_weights(self, progress: Callable[[int, int], None]) -> None:
+    def map_weights(self, besides: Collection[str], progress: Callable[[int, int], None]) -> None:
         pass
 
     def stages(self, context: LoweringContext) -> list[Stage]:

@@ -1,0 +1,204 @@
+"""Weights in a worker's own memory: of everything that is multiplied the rows that its rank computes, in huge pages.
+
+Owns which rows those are, where they lie and how they come from the file. Private memory gets huge pages where shared
+memory gets none, and lies near the core that fills it. Its price: nobody else has these rows, so a worker that takes
+the place of a dead one reads them again. What is not multiplied (embeddings, norms, biases) stays in the mapped file.
+
+The rows of a rank lie side by side, matrix after matrix, in the order of the file; the address that kernels get is
+that which row 0 would have.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from bloomery.runtime.errors import PlanError
+from bloomery.runtime.host_weights import HUGE_PAGE, PAGE, huge_bytes, lock_memory
+from bloomery.runtime.model_file import Tensor
+from bloomery.runtime.program import Program
+from bloomery.runtime.weight_loading import WeightFile
+
+READERS: Final = 4
+PIECE: Final = 2 << 20
+"""Bytes that a thread reads at once, into memory of its own, since rows lie at any byte of a page."""
+GAP: Final = 64 << 10
+"""Bytes that are read and thrown away sooner than that two reads are made."""
+_POPULATE_WRITE: Final = 23
+_POPULATE_PIECE: Final = 64 << 20
+_LINE: Final = 64
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows `first` to `last`-1 of each of `matrices` equal matrices that a tensor is made of; at byte `place`."""
+
+    tensor: Tensor
+    first: int
+    last: int
+    matrices: int
+    place: int
+
+    @property
+    def row_bytes(self) -> int:
+        return self.tensor.quant_type.row_bytes(self.tensor.shape[0])
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Of the rows that are here."""
+        return (self.last - self.first) * self.row_bytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.matrices * self.matrix_bytes
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes of a file, and where they go."""
+
+    path: Path
+    offset: int
+    nbytes: int
+    place: int
+
+
+class OwnWeights:
+    """What rank `rank` of `ranks` multiplies. Lowering first tells what it wants (`want`), then `load` reads it, then
+    `factor` says where it is."""
+
+    def __init__(self, program: Program, rank: int, ranks: int) -> None:
+        self._program, self._rank, self._ranks = program, rank, ranks
+        self._parts: dict[tuple[str, int, int, int], Part] = {}
+        self._address = 0
+        self._memory: mmap.mmap | None = None
+        self.nbytes = 0
+
+    @property
+    def names(self) -> set[str]:
+        """Tensors that need not be read from the mapped file."""
+        return {name for name, *_ in self._parts}
+
+    def want(self, name: str, before: int, total: int, matrices: int) -> None:
+        """Arguments as of `LoweringContext.factor`."""
+        key = (name, before, total, matrices)
+        if key in self._parts:
+            return
+        tensor = self._program.weights[name]
+        rows = len(tensor.rows) // matrices
+        first, last = (
+            min(max(share_start(total, rank, self._ranks) - before, 0), rows) for rank in (self._rank, self._rank + 1)
+        )
+        part = Part(tensor, first, last, matrices, self.nbytes)
+        self._parts[key] = part
+        self.nbytes += -(-part.nbytes // _LINE) * _LINE
+
+    def factor(self, name: str, before: int, total: int, matrices: int) -> tuple[int, int]:
+        """As `LoweringContext.factor`, of what was wanted and loaded."""
+        part = self._parts[name, before, total, matrices]
+        return self._address + part.place - part.first * part.row_bytes, part.matrix_bytes
+
+    def load(self, progress: Callable[[int, int], None]) -> None:
+        """Takes the memory and reads the rows; `progress(done, total)` in bytes. ModelFileError for a file that cannot
+        be read or has become shorter, PlanError where memory runs out."""
+        self._take()
+        own = threading.local()
+
+        def read(file: WeightFile, pieces: Sequence[Piece]) -> int:
+            if not hasattr(own, "bounce"):
+                own.bounce = mmap.mmap(-1, PIECE + 2 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                own.at = _address_of(own.bounce)
+            begin = pieces[0].offset // PAGE * PAGE
+            wanted = pieces[-1].offset + pieces[-1].nbytes - begin
+            file.read(begin, memoryview(own.bounce)[: -(-wanted // PAGE) * PAGE], wanted)
+            for piece in pieces:
+                ctypes.memmove(self._address + piece.place, own.at + piece.offset - begin, piece.nbytes)
+            return sum(piece.nbytes for piece in pieces)
+
+        with ExitStack() as stack:
+            batches = list(batches_of(self._pieces()))
+            paths = {pieces[0].path for pieces in batches}
+            files = {path: stack.enter_context(WeightFile(path)) for path in paths}
+            pool = stack.enter_context(ThreadPoolExecutor(READERS, "bloomery-weights"))
+            stack.callback(pool.shutdown, cancel_futures=True)
+            done = 0
+            for reading in [pool.submit(read, files[pieces[0].path], pieces) for pieces in batches]:
+                done += reading.result()
+                progress(done, self.nbytes)
+        progress(self.nbytes, self.nbytes)
+
+    def _take(self) -> None:
+        try:
+            self._memory = mmap.mmap(-1, self.nbytes + 2 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError as error:
+            raise _no_memory(self.nbytes) from error
+        start = _address_of(self._memory)
+        self._address = -(-start // HUGE_PAGE) * HUGE_PAGE
+        for at in range(0, self.nbytes, _POPULATE_PIECE):
+            nbytes = min(_POPULATE_PIECE, -(-(self.nbytes - at) // HUGE_PAGE) * HUGE_PAGE)
+            try:
+                self._memory.madvise(_POPULATE_WRITE, self._address - start + at, nbytes)
+            except OSError as error:
+                if error.errno != 22:  # before Linux 5.14: the first to touch takes a page
+                    raise _no_memory(self.nbytes) from error
+                return
+
+    def _pieces(self) -> Iterator[Piece]:
+        for part in self._parts.values():
+            whole = part.tensor.nbytes // part.matrices
+            for matrix in range(part.matrices):
+                offset = part.tensor.offset + matrix * whole + part.first * part.row_bytes
+                for at in range(0, part.matrix_bytes, PIECE):
+                    nbytes = min(PIECE, part.matrix_bytes - at)
+                    yield Piece(part.tensor.path, offset + at, nbytes, part.place + matrix * part.matrix_bytes + at)
+
+    def huge_share(self) -> float:
+        """The part that lies in huge pages, as /proc/self/smaps tells."""
+        if not self.nbytes:
+            return 1.0
+        found = huge_bytes(self._address, self._address + self.nbytes, "AnonHugePages")
+        return min(1.0, found / self.nbytes)
+
+    def lock(self) -> str:
+        """Keeps the rows in memory; why that is not possible, or ""."""
+        return lock_memory(self._address, self.nbytes) if self.nbytes else ""
+
+
+def share_start(total: int, rank: int, ranks: int) -> int:
+    """First of the output rows that a rank computes: `kernels.work.share_start` in Python."""
+    share = total // ranks
+    return rank * share + min(rank, total - share * ranks)
+
+
+def batches_of(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    """Pieces that one read brings: neighbours in a file, less than GAP apart, at most PIECE together."""
+    batch: list[Piece] = []
+    for piece in sorted(pieces, key=lambda piece: (str(piece.path), piece.offset)):
+        if batch:
+            last = batch[-1]
+            near = last.path == piece.path and piece.offset - last.offset - last.nbytes <= GAP
+            if not near or piece.offset + piece.nbytes - batch[0].offset > PIECE:
+                yield batch
+                batch = []
+        batch.append(piece)
+    if batch:
+        yield batch
+
+
+def _address_of(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _no_memory(nbytes: int) -> PlanError:
+    return PlanError(
+        f"memory ran out while a worker copied {nbytes} bytes of weights to it",
+        "use --host-weights mmap, or free memory",
+    )
