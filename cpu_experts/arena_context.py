@@ -46,7 +46,7 @@ class SizingContext:
         return address, tensor.nbytes // matrices
 
     def state(self, name: str) -> CacheAddress:
-        return CacheAddress(_NOWHERE, 64, 64, 1)
+        return CacheAddress(_NOWHERE, 64, 64, 1, 64)
 
     def brought(self, site: int) -> BroughtRows | None:
         return BroughtRows(_NOWHERE, _NOWHERE, _NOWHERE, _NOWHERE)
@@ -101,7 +101,8 @@ class ArenaContext:
 
     def state(self, name: str) -> CacheAddress:
         layout, address = self._arena.layout, self._arena.address(f"state:{name}")
-        return CacheAddress(address, layout.slot_stride(name), layout.state_stride(name), layout.state_rows(name))
+        strides = (layout.slot_stride(name), layout.state_stride(name))
+        return CacheAddress(address, *strides, layout.state_rows(name), layout.head_stride(name))
 
     def brought(self, site: int) -> BroughtRows | None:
         address = self._arena.address

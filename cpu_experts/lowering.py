@@ -126,7 +126,7 @@ class _NoMemory:
         return _ALIGN, _ALIGN
 
     def state(self, name: str) -> CacheAddress:
-        return CacheAddress(_ALIGN, _ALIGN, _ALIGN, 1)
+        return CacheAddress(_ALIGN, _ALIGN, _ALIGN, 1, _ALIGN)
 
     def brought(self, site: int) -> BroughtRows | None:
         return BroughtRows(_ALIGN, _ALIGN, _ALIGN, _ALIGN)
@@ -316,7 +316,13 @@ class _Lowering(Deepseek4Lowering):
         area = attention_area(context, group, op.key_width, op.value_width)
         scores = self.context.scratch("scores", area * self.context.ranks)
         caches = (self.context.state(op.keys), self.context.state(op.values))
-        places = (word for cache in caches for word in (cache.address, cache.slot_stride, cache.row_stride))
+        of_keys = self._head_stride(op.keys, op.kv_heads, op.key_width)
+        of_values = self._head_stride(op.values, op.kv_heads, op.value_width)
+        places = (
+            word
+            for cache, head_stride in zip(caches, (of_keys, of_values), strict=True)
+            for word in (cache.address, cache.slot_stride, cache.row_stride, head_stride)
+        )
         widths = (op.q.count, group, op.key_width, op.value_width, bits_of(op.scale))
         kernel = f"attention_{self.context.cache_type}"
         scratch = (scores, score_row(context), area, attention_queries(context, group))

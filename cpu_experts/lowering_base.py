@@ -66,11 +66,26 @@ class LoweringPass:
 
     def _write_state(self, x: View, name: str, start: int, ratio: int) -> None:
         """Rows of x go to elements `start`... of the state's rows, those that complete a group of `ratio` positions."""
-        state, cache_type = self.context.state(name), self._cache_type(name)
+        state, cache_type, heads = self.context.state(name), self._cache_type(name), self.program.states[name].heads
+        if x.count == 1 and x.width % heads == 0:
+            x = View(x.buffer, x.start, x.width // heads, heads, x.width // heads)
         address, row_stride, head_stride = self._heads(x)
         source = (address, row_stride, x.count, x.width, head_stride)
-        target = (state.address + stored_bytes(cache_type, start), state.slot_stride, state.row_stride, state.rows)
-        self.emit(f"cache_write_{cache_type}", *source, *target, ratio, self._rows(x))
+        target = (state.address + stored_bytes(cache_type, start), state.slot_stride, state.row_stride)
+        apart = self._head_stride(name, x.count, x.width)
+        self.emit(f"cache_write_{cache_type}", *source, *target, state.rows, apart, ratio, self._rows(x))
+
+    def _head_stride(self, name: str, heads: int, width: int) -> int:
+        """Bytes between the heads of `width` elements of a state's row, of which an op sees `heads`."""
+        state = self.program.states[name]
+        if state.heads == 1:
+            return stored_bytes(self._cache_type(name), width)
+        if (state.heads, state.width) != (heads, heads * width):
+            raise PlanError(
+                f"op {self.label}: state {name} has {state.heads} heads of {state.width // state.heads} elements, the"
+                f" op takes {heads} of {width}"
+            )
+        return self.context.state(name).head_stride
 
     def _cache_type(self, state: str) -> str:
         """Type of a state's elements: "f32", "f16", "q8_0" or "i32"."""

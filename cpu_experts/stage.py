@@ -47,13 +47,15 @@ class Stage:
 class CacheAddress:
     """Where the rows of one state lie; strides in bytes.
 
-    Logical row i of a slot (`states`) starts at address + slot*slot_stride + (i mod rows)*row_stride.
+    Head h of logical row i of a slot (`states`) starts at
+    address + slot*slot_stride + h*head_stride + (i mod rows)*row_stride. A state without heads has only head 0.
     """
 
     address: int
     slot_stride: int
     row_stride: int
     rows: int
+    head_stride: int
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ Four named segments in /dev/shm, created by the coordinator and attached by the 
 | activations | every Buffer of the program, logits included: one row after another; table |
 |             | rows that the engram I/O process brings (`engram_record`)                  |
 | scratch     | what the kernels asked for by name while the program was lowered           |
-| cache       | every state: [slot][row], in the cache type or the state's own             |
+| cache       | every state: [slot][head][row], in the cache type or the state's own       |
 
 The layout is a pure function of program, shape, scratch and stage count. Every process computes it for itself and the
 digest in each segment's header proves on attach that all came to the same one.
@@ -51,7 +51,7 @@ from bloomery.runtime.runtime_files import SHARED_MEMORY
 from bloomery.runtime.states import element_type, row_width
 from bloomery.runtime.step_record import control_bytes, record_bytes
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 MAGIC = b"BLMARENA"
 SEGMENTS = ("control", "activations", "scratch", "cache")
 ALIGNMENT = 128
@@ -170,12 +170,18 @@ class ArenaLayout:
         return row_width(self.states[name], self.shape.cache_type)
 
     def state_stride(self, name: str) -> int:
-        """Bytes from one row of a state to the next."""
-        return aligned(self.state_dtype(name).itemsize * self.state_width(name), ROW_ALIGNMENT)
+        """Bytes from one row of a head of a state to the next."""
+        heads = self.states[name].heads
+        nbytes = self.state_dtype(name).itemsize * self.state_width(name) // heads
+        return nbytes if heads > 1 else aligned(nbytes, ROW_ALIGNMENT)
+
+    def head_stride(self, name: str) -> int:
+        """Bytes from one head of a state to the next."""
+        return aligned(self.state_rows(name) * self.state_stride(name), ROW_ALIGNMENT)
 
     def slot_stride(self, name: str) -> int:
         """Bytes from one slot of a state to the next."""
-        return self.state_rows(name) * self.state_stride(name)
+        return self.states[name].heads * self.head_stride(name)
 
 
 class Arena:
@@ -252,12 +258,13 @@ class Arena:
         return np.ndarray(shape, stored_dtype(buffer.dtype), self._maps[where.segment], where.offset, strides)
 
     def state(self, name: str) -> NDArray[Any]:
-        """A state as (slots, rows, `state_width`) in its type."""
+        """A state as (slots, rows, `state_width`) in its type; if it has heads: (slots, rows, heads, width of one)."""
         layout, where = self.layout, self.layout.regions[f"state:{name}"]
-        dtype = layout.state_dtype(name)
-        shape = (layout.shape.slots, layout.state_rows(name), layout.state_width(name))
-        strides = (layout.slot_stride(name), layout.state_stride(name), dtype.itemsize)
-        return np.ndarray(shape, dtype, self._maps[where.segment], where.offset, strides)
+        dtype, heads = layout.state_dtype(name), layout.states[name].heads
+        shape = (layout.shape.slots, layout.state_rows(name), heads, layout.state_width(name) // heads)
+        strides = (layout.slot_stride(name), layout.state_stride(name), layout.head_stride(name), dtype.itemsize)
+        state: NDArray[Any] = np.ndarray(shape, dtype, self._maps[where.segment], where.offset, strides)
+        return state if heads > 1 else state[:, :, 0]
 
     def close(self) -> None:
         """Lets go of locks and mappings; a mapping that somebody still has a view of goes with the last view."""

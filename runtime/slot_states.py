@@ -6,6 +6,7 @@ Knows neither ops nor whose memory the rows are in.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -39,7 +40,8 @@ class RowStore(Protocol):
 
 
 class ArrayRows:
-    """Rows in arrays of this process: `arrays` maps each state to (slots, rows(context, spare), stored width)."""
+    """Rows in arrays of this process: `arrays` maps each state to (slots, rows(context, spare), stored width), or the
+    width as (heads, width of one)."""
 
     def __init__(self, states: Mapping[str, CacheState], arrays: Mapping[str, NDArray[Any]]) -> None:
         self._states, self.arrays = states, arrays
@@ -48,25 +50,27 @@ class ArrayRows:
         return self.arrays[name].dtype
 
     def width(self, name: str) -> int:
-        return int(self.arrays[name].shape[2])
+        return math.prod(self.arrays[name].shape[2:])
 
     def read(self, name: str, slot: int, logical: range) -> NDArray[Any]:
-        rows = self.arrays[name][slot]
-        return np.concatenate([rows[:0], *(rows[piece] for piece in pieces(logical, len(rows)))])
+        rows = np.empty((len(logical), self.width(name)), self.dtype(name))
+        self.read_into(name, slot, logical, rows)
+        return rows
 
     def read_into(self, name: str, slot: int, logical: range, rows: NDArray[Any]) -> None:
-        """`read` without another copy."""
+        """`read` without another copy; `rows` lie without gaps."""
+        assert rows.flags.c_contiguous  # so that its parts can be seen as heads
         held, done = self.arrays[name][slot], 0
         for piece in pieces(logical, len(held)):
             count = piece.stop - piece.start
-            rows[done : done + count] = held[piece]
+            rows[done : done + count].reshape(count, *held.shape[1:])[...] = held[piece]
             done += count
 
     def write(self, name: str, slot: int, logical: range, rows: NDArray[Any]) -> None:
         held, done = self.arrays[name][slot], 0
         for piece in pieces(logical, len(held)):
             count = piece.stop - piece.start
-            held[piece] = rows[done : done + count]
+            held[piece] = rows[done : done + count].reshape(count, *held.shape[1:])
             done += count
 
     def copy(self, source: int, target: int, positions: int) -> None:

@@ -11,7 +11,7 @@ been overwritten; `spare` must be at least the greatest number of rows of a step
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -23,10 +23,14 @@ Element: TypeAlias = Literal["cache", "f32", "i32"]
 
 @dataclass(frozen=True)
 class CacheState:
-    """One row of `width` elements for every position, in the cache type (`cache_types`)."""
+    """One row of `width` elements for every position, in the cache type (`cache_types`).
+
+    A row is `heads` equal parts side by side, which an executor may keep apart, each part's rows together: whoever
+    works on one head then reads without gaps. What is copied, stored and brought back are whole rows all the same."""
 
     name: str
     width: int
+    heads: int = field(default=1, kw_only=True)
 
     @property
     def kind(self) -> Element:

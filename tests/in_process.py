@@ -72,13 +72,12 @@ class InProcessExecutor:
             dtype = np.float32 if buffer.dtype == "f32" else np.int32
             self.buffers[buffer.name] = aligned_bytes(rows * stride * 4, 0xFF).view(dtype).reshape(rows, stride)
         spare = max(max_rows, LEAST_SPARE)
-        self.states: dict[str, NDArray[Any]] = {
-            state.name: np.zeros(
-                (slots, state.rows(context, spare), stored_width(kind, state.width)), stored_dtype(kind)
-            )
-            for state in program.states.values()
-            for kind in [cache_type if state.kind == "cache" else state.kind]
-        }
+        self.states: dict[str, NDArray[Any]] = {}  # as the arena's
+        for state in program.states.values():
+            kind = cache_type if state.kind == "cache" else state.kind
+            shape = (slots, state.heads, state.rows(context, spare), stored_width(kind, state.width) // state.heads)
+            by_head = np.zeros(shape, stored_dtype(kind))
+            self.states[state.name] = by_head.transpose(0, 2, 1, 3) if state.heads > 1 else by_head[:, 0]
         self.memory: dict[str, NDArray[np.uint8]] = {}
         self.settled = False
         lower(program, self)  # learns the greatest size of each scratch area
@@ -99,7 +98,8 @@ class InProcessExecutor:
 
     def state(self, name: str) -> CacheAddress:
         state = self.states[name]
-        return CacheAddress(state.ctypes.data, state.strides[0], state.strides[1], state.shape[1])
+        head_stride = state.strides[2] if state.ndim == 4 else 0
+        return CacheAddress(state.ctypes.data, *state.strides[:2], state.shape[1], head_stride)
 
     def brought(self, site: int) -> BroughtRows | None:
         return None

@@ -21,6 +21,7 @@ import pytest
 from bloomery.runtime import arena as arena_module
 from bloomery.runtime import runtime_files
 from bloomery.runtime.arena import Arena, ArenaError, ArenaLayout, ArenaShape, Lowered, segment_path
+from bloomery.runtime.cache_types import CacheType
 from bloomery.runtime.errors import BloomeryError, PlanError
 from bloomery.runtime.program import Buffer, CacheState, GroupState, Program, RingState
 from bloomery.runtime.slot_states import SlotStates
@@ -134,6 +135,43 @@ def test_states_lie_apart_in_their_own_types(prefix: str) -> None:
         assert (array == number + 1).all()
         start = array.ctypes.data - arena.address(f"state:{name}")
         assert start == 0 and layout.regions[f"state:{name}"].nbytes == 3 * array.strides[0]
+
+
+@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+def test_heads_of_a_state_lie_apart_and_travel_as_whole_rows(prefix: str, cache_type: CacheType) -> None:
+    """In memory [slot][head][row]; snapshots and copies are those of a state whose rows lie whole."""
+    shape = replace(SHAPE, cache_type=cache_type)
+    whole = {"keys": CacheState("keys", 96)}
+    apart = {"keys": CacheState("keys", 96, heads=3)}
+    layout = ArenaLayout(replace(make_program(), states=apart), shape, LOWERED)
+    arena = Arena.create(prefix, layout)
+    keys = arena.state("keys")
+    dtype, width = layout.state_dtype("keys"), layout.state_width("keys")
+    assert keys.shape == (3, 40, 3, width // 3)
+    generator = np.random.default_rng(13)
+    plain = generator.integers(0, 100, (3, 40, width)).astype(dtype)
+    keys[...] = plain.reshape(keys.shape)
+    stored = arena.memory("state:keys").view(dtype)
+    for slot, head in ((0, 0), (1, 2), (2, 1)):
+        start = (slot * layout.slot_stride("keys") + head * layout.head_stride("keys")) // dtype.itemsize
+        rows = stored[start:][: 40 * width // 3].reshape(40, width // 3)
+        np.testing.assert_array_equal(rows, plain[slot, :, head * width // 3 :][:, : width // 3])
+    sizes = {"slots": 3, "context": 40, "spare": 16}
+    found, expected = SlotStates(apart, {"keys": keys}, **sizes), SlotStates(whole, {"keys": plain}, **sizes)
+    for states in (found, expected):
+        states.copy_prefix(2, 0, 13)
+        assert states.snapshot_bytes(20) == 20 * width * dtype.itemsize
+    np.testing.assert_array_equal(keys.reshape(plain.shape), plain)
+    snapshot = found.snapshot(1, 20)
+    in_pieces = found.snapshot_pieces(1, 20)
+    with pytest.raises(StopIteration) as end:
+        while True:
+            next(in_pieces)
+    np.testing.assert_array_equal(end.value.value.rows["keys"], snapshot.rows["keys"])
+    np.testing.assert_array_equal(snapshot.rows["keys"], expected.snapshot(1, 20).rows["keys"])
+    for states in (found, expected):
+        states.restore(2, snapshot)
+    np.testing.assert_array_equal(keys.reshape(plain.shape), plain)
 
 
 def test_copies_of_a_prefix_take_that_prefix_and_nothing_else(prefix: str, layout: ArenaLayout) -> None:

@@ -12,7 +12,7 @@ from kernel_references import quantise_q8_0
 from numpy.typing import NDArray
 from oracle_data import figures, host_band, quantised_file, trained_file
 from running import rows_of
-from test_kernels_ops import attention_scratch, bits, place, same_for_all_ranks, step_of
+from test_kernels_ops import attention_scratch, bits, cache_words, place, same_for_all_ranks, step_of
 from test_pool_models import evaluate, open_pool, vocabulary_of
 
 from bloomery.runtime.architectures import build_program
@@ -42,7 +42,7 @@ def test_cache_write() -> None:
     x[2, :40] = 0
     cache = np.zeros((2, 6, 200), np.int8)
     step, _alive = step_of(5, slots=[0, 1, 1, 0, 1], positions=[5, 0, 1, 2, 2])
-    words = [*place(x, 3)[:2], 2, 64, 4 * 96, cache.ctypes.data + 34, *cache.strides[:2], 6, 1, 0]
+    words = [*place(x, 3)[:2], 2, 64, 4 * 96, cache.ctypes.data + 34, *cache.strides[:2], 6, 2 * 34, 1, 0]
     cache_made = same_for_all_ranks("cache_write_q8_0", words, step, cache)
     expected = np.full_like(cache, -77)
     for row, (slot, position) in enumerate(zip([0, 1, 1, 0, 1], [5, 0, 1, 2, 2])):
@@ -72,7 +72,7 @@ def test_attention_equals_that_over_the_same_numbers_in_f32(shape: tuple[int, in
     areas = attention_scratch(context, heads // groups, key_width, value_width)
     results = []
     for kind, caches in (("q8_0", stored), ("f32", plain)):
-        words = [word for cache in caches for word in (cache.ctypes.data, *cache.strides[:2])]
+        words = cache_words(*caches, heads=groups)
         places = (*place(q, 0, key_width), *place(out, 0, value_width))
         arguments = [heads, heads // groups, key_width, value_width, bits(0.1), *places, *words, *areas.words]
         results.append(same_for_all_ranks(f"attention_{kind}", arguments, step, out))
@@ -88,7 +88,7 @@ def test_attention_equals_that_over_the_same_numbers_in_f32(shape: tuple[int, in
         q[-1:].ctypes.data,
         *place(q, 0, key_width)[1:],
     ]
-    words = [word for cache in stored for word in (cache.ctypes.data, *cache.strides[:2])]
+    words = cache_words(*stored, heads=groups)
     run_kernel("attention_q8_0", [*arguments, *place(out, 0, value_width), *words, *areas.words], alone)
     np.testing.assert_array_equal(out[0], results[0][-1])
 

@@ -127,7 +127,8 @@ def test_cache_write(cache_type: str) -> None:
     cache = np.zeros((2, 6, 31), kind)
     step, _alive = step_of(5, slots=[0, 1, 1, 0, 1], positions=[5, 0, 1, 2, 2])
     element = cache.itemsize
-    words = [*place(x, 3)[:2], 2, 11, 4 * 17, cache.ctypes.data + 4 * element, *cache.strides[:2], 6, 1, 0]
+    target = [cache.ctypes.data + 4 * element, *cache.strides[:2], 6, 11 * element]
+    words = [*place(x, 3)[:2], 2, 11, 4 * 17, *target, 1, 0]
     made = same_for_all_ranks(f"cache_write_{cache_type}", words, step, cache)
     expected = np.full_like(cache, -77)
     for row, (slot, position) in enumerate(zip([0, 1, 1, 0, 1], [5, 0, 1, 2, 2])):
@@ -144,6 +145,11 @@ SHAPES = [
     (16, 2, 64, 128, False),  # heads are taken four at a time
     (4, 1, 96, 64, True),  # by three ranks one at a time, by fewer four at a time
 ]
+
+
+def cache_words(*caches: NDArray[Any], heads: int = 1) -> list[int]:
+    """The arguments for caches (slots, rows, width) whose rows are so many heads side by side."""
+    return [word for cache in caches for word in (cache.ctypes.data, *cache.strides[:2], cache.strides[1] // heads)]
 
 
 class Scratch:
@@ -178,8 +184,8 @@ def test_attention_of_many_rows_equals_each_row_alone(shape: tuple[int, int, int
         values[slot, positions[slots == slot].max() + 1 :] = np.nan
     q = generator.standard_normal((rows, heads * key_width), dtype=np.float32)
     out = np.empty((rows, heads * value_width), np.float32)
-    caches = [word for cache in (keys, values) for word in (cache.ctypes.data, *cache.strides[:2])]
     places = (*place(q, 0, key_width), *place(out, 0, value_width))
+    caches = cache_words(keys, values, heads=groups)
     areas = attention_scratch(context, heads // groups, key_width, value_width)
     words = [heads, heads // groups, key_width, value_width, bits(0.1), *places, *caches, *areas.words]
     step, _alive = step_of(rows, slots=slots.tolist(), positions=positions.tolist())
@@ -208,8 +214,8 @@ def test_attention(shape: tuple[int, int, int, int, bool], cache_type: str) -> N
     out = np.empty((5, heads * value_width), np.float32)
     areas = attention_scratch(context, heads // groups, key_width, value_width)
     step, _alive = step_of(5, slots=slots, positions=positions)
-    caches = [word for cache in (keys, values) for word in (cache.ctypes.data, *cache.strides[:2])]
     places = (*place(q, 0, key_width), *place(out, 0, value_width))
+    caches = cache_words(keys, values, heads=groups)
     words = [heads, heads // groups, key_width, value_width, bits(scale), *places, *caches, *areas.words]
     made = same_for_all_ranks(f"attention_{cache_type}", words, step, out).reshape(5, heads, value_width)
     for row, (slot, position) in enumerate(zip(slots, positions)):
@@ -227,13 +233,46 @@ def test_attention(shape: tuple[int, int, int, int, bool], cache_type: str) -> N
     np.testing.assert_array_equal(out[1].reshape(heads, value_width), made[1])
 
 
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("shape", [(16, 2, 64, 128), (6, 2, 192, 128), (3, 3, 19, 5), (8, 2, 128, 64)])
+def test_attention_does_not_depend_on_where_heads_lie(shape: tuple[int, int, int, int], rows: int) -> None:
+    """Heads whose rows lie together, written so by cache_write, give the bits of heads side by side in a row."""
+    heads, groups, *widths = shape
+    generator = np.random.default_rng(40)
+    context, first = 70, 20
+    positions = np.arange(first, first + rows)
+    areas = attention_scratch(context, heads // groups, *widths)
+    step, _alive = step_of(rows, slots=[1] * rows, positions=positions.tolist())
+    filling, _alive2 = step_of(first + rows, slots=[1] * (first + rows), positions=list(range(first + rows)))
+    sources = [generator.standard_normal((first + rows, groups * width), dtype=np.float32) for width in widths]
+    q = generator.standard_normal((rows, heads * widths[0]), dtype=np.float32)
+    out = np.empty((rows, heads * widths[1]), np.float32)
+    places = (*place(q, 0, widths[0]), *place(out, 0, widths[1]))
+    results = []
+    for axes in ((0, 1, 2, 3), (0, 2, 1, 3)):  # how (slots, rows, heads, width) lies in memory
+        words: list[int] = []
+        for x, width in zip(sources, widths):
+            sizes = (2, context, groups, width)
+            memory = np.full([sizes[axis] for axis in axes], np.nan, np.float16)
+            cache = memory.transpose(axes)
+            strides = cache.strides
+            source = [*place(x)[:2], groups, width, 4 * width]
+            target = [cache.ctypes.data, *strides[:2], context, strides[2]]
+            run_kernel("cache_write_f16", [*source, *target, 1, 0], filling, 2)
+            words += [cache.ctypes.data, *strides[:3]]
+        head = [heads, heads // groups, *widths, bits(0.1)]
+        results.append(same_for_all_ranks("attention_f16", [*head, *places, *words, *areas.words], step, out))
+    assert np.isfinite(results[0]).all()
+    np.testing.assert_array_equal(results[0], results[1])
+
+
 def test_attention_of_one_position_is_its_value_and_of_two_the_stated_order() -> None:
     generator = np.random.default_rng(37)
     keys, values = (generator.standard_normal((1, 2, 40), dtype=np.float32) for _ in range(2))
     q, out = generator.standard_normal((2, 40), dtype=np.float32), np.empty((2, 40), np.float32)
     scores = aligned_bytes(64, 0xFF)
     step, _alive = step_of(2, slots=[0, 0], positions=[0, 1])
-    caches = [word for cache in (keys, values) for word in (cache.ctypes.data, *cache.strides[:2])]
+    caches = cache_words(keys, values)
     run_kernel(
         "attention_f32",
         [1, 1, 40, 40, bits(1.0), *place(q, 0, 40), *place(out, 0, 40), *caches, scores.ctypes.data, 64, 64],

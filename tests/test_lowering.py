@@ -20,7 +20,7 @@ from bloomery.runtime.divergence import kl_divergence
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.executor import StepRows
 from bloomery.runtime.model_file import ModelFile, Tensor
-from bloomery.runtime.program import Buffer, EmbedRows, MatMul, Program, View
+from bloomery.runtime.program import Buffer, CacheState, CacheWrite, EmbedRows, MatMul, Program, View
 from bloomery.runtime.quant_types import QuantType
 
 
@@ -162,6 +162,19 @@ def test_ops_without_a_kernel_are_refused_by_name() -> None:
     program = replace(program, ops=(*program.ops, Unheard("new", View("x", 0, 256))))  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"op new \(Unheard\) has no host kernel"):
         required_kernels(program, "f32")
+
+
+def test_ops_that_see_other_heads_than_a_state_has_are_refused() -> None:
+    program = one_product("Q8_0", 256)
+    write = CacheWrite("write_keys", View("x", 0, 64, 4, 64), "keys")
+    program = replace(program, states={"keys": CacheState("keys", 256, heads=4)}, ops=(*program.ops, write))
+    assert required_kernels(program, "f16")[-1] == "cache_write_f16"
+    whole = replace(write, x=View("x", 0, 256))
+    assert required_kernels(replace(program, ops=(*program.ops, whole)), "f16")[-1] == "cache_write_f16"
+    for x in (View("x", 0, 64, 2, 64), View("x", 0, 128, 2, 128), View("x", 0, 64)):
+        wrong = replace(program, ops=(*program.ops, replace(write, x=x)))
+        with pytest.raises(PlanError, match="op write_keys: state keys has 4 heads of 64 elements"):
+            required_kernels(wrong, "f16")
 
 
 def test_rows_that_do_not_fill_blocks_are_refused() -> None:

@@ -59,9 +59,9 @@ from bloomery.cpu_experts.simd import (
 _INT = types.int64
 AHEAD: Final = 16  # positions between those that memory is asked for and those in work; a block of values
 # Arguments: heads, heads of a group, key width, value width, scale, q, q row stride, q head stride, out, out row
-# stride, out head stride, keys, their slot stride, their row stride, values, their slot stride, their row stride,
-# scratch, bytes of a row of scores, bytes of a rank's area (`layouts`), queries that are taken together
-ATTENTION_WORDS: Final = 21
+# stride, out head stride, keys, their slot stride, row stride, head stride, values, their slot stride, row stride, head
+# stride, scratch, bytes of a row of scores, bytes of a rank's area (`layouts`), queries that are taken together
+ATTENTION_WORDS: Final = 23
 
 
 def _key_step(name: str) -> Any:
@@ -269,32 +269,25 @@ def _one_head(name: str) -> Callable[..., None]:
     return made
 
 
-def _heads_of_row(name: str) -> Callable[..., None]:
-    """Numba function for some heads of a row, whole tiles; widths are multiples of LANES and of COLUMNS.
-
-    Keys and values are gone through once, for all of these heads: what memory and page tables have to give for a
-    position lies together, while the rows of one head alone lie far apart."""
+def _queries_of_head(name: str) -> Callable[..., None]:
+    """Numba function for some queries of a row that share keys: whole tiles, widths that are multiples of LANES and of
+    COLUMNS. Keys, then values, are gone through once for all of them."""
     bytes_of, together = row_bytes(name), heads_together()
     rounded, softmax = round_queries(name), _softmax(name)
     scores_of, outputs_of = score_tile(name), value_tile(name)
 
     @compiled
-    def heads_of_row(
+    def queries_of_head(
         q: int, q_head: int, keys: int, key_stride: int, key_width: int, values: int, value_stride: int,
-        value_width: int, seen: int, scale: float, first: int, last: int, group: int, scratch: int, room: int,
-        score_row: int, out: int, out_head: int,
+        value_width: int, seen: int, scale: float, count: int, scratch: int, room: int, score_row: int, out: int,
+        out_head: int,
     ) -> None:  # fmt: skip
         blocks = key_width // LANES
         scores = scratch + 4 * room * key_width
-        for head in range(first, last):
-            rounded(q + head * q_head, scratch + 4 * (head - first) * key_width, blocks)
-            clear_columns(out + head * out_head, value_width // LANES)
-        kv_first = first // group
-        kv_heads = (last - 1) // group + 1 - kv_first
-        keys += bytes_of(kv_first * key_width)
-        values += bytes_of(kv_first * value_width)
-        key_lines = (bytes_of(kv_heads * key_width) + 63) // 64
-        value_lines = (bytes_of(kv_heads * value_width) + 63) // 64
+        for query in range(count):
+            rounded(q + query * q_head, scratch + 4 * query * key_width, blocks)
+            clear_columns(out + query * out_head, value_width // LANES)
+        key_lines, value_lines = (bytes_of(key_width) + 63) // 64, (bytes_of(value_width) + 63) // 64
         for position in range(0, seen, 4):
             ahead = keys + (position + AHEAD) * key_stride
             if together == 1:
@@ -304,36 +297,33 @@ def _heads_of_row(name: str) -> Callable[..., None]:
             k1 = keys + min(position + 1, final) * key_stride
             k2 = keys + min(position + 2, final) * key_stride
             k3 = keys + min(position + 3, final) * key_stride
-            for head in range(first, last, together):
-                at = bytes_of((head // group - kv_first) * key_width)
+            for query in range(0, count, together):
                 scores_of(
-                    k0 + at, k1 + at, k2 + at, k3 + at, scratch + 4 * (head - first) * key_width, 4 * key_width, blocks,
-                    scores + (head - first) * score_row + 4 * position, score_row, ahead + at, key_stride, scale,
+                    k0, k1, k2, k3, scratch + 4 * query * key_width, 4 * key_width, blocks,
+                    scores + query * score_row + 4 * position, score_row, ahead, key_stride, scale,
                 )  # fmt: skip
-        for head in range(first, last):
-            softmax(scores + (head - first) * score_row, seen)
+        for query in range(count):
+            softmax(scores + query * score_row, seen)
         ahead = AHEAD * value_stride
         for position in range(0, seen, AHEAD):
-            count = min(AHEAD, seen - position)
+            taken = min(AHEAD, seen - position)
             start = values + position * value_stride
             if together == 1:
                 fetch_rows(start + ahead, value_stride, min(AHEAD, seen - position - AHEAD), value_lines)
-            for head in range(first, last, together):
-                at = start + bytes_of((head // group - kv_first) * value_width)
-                weights = scores + (head - first) * score_row + 4 * position
+            for query in range(0, count, together):
+                weights = scores + query * score_row + 4 * position
                 for column in range(0, value_width, COLUMNS):
                     outputs_of(
-                        at + bytes_of(column), value_stride, count, weights, score_row,
-                        out + head * out_head + 4 * column, out_head, ahead,
+                        start + bytes_of(column), value_stride, taken, weights, score_row,
+                        out + query * out_head + 4 * column, out_head, ahead,
                     )  # fmt: skip
 
-    made: Callable[..., None] = heads_of_row
+    made: Callable[..., None] = queries_of_head
     return made
 
 
 def _many_rows(name: str) -> Callable[..., None]:
     """Numba function for the rows of a prompt block: a unit is some consecutive rows and the heads that share keys."""
-    bytes_of = row_bytes(name)
     rows_of_slot = rows_of_one_slot(name, _softmax(name))
 
     @compiled
@@ -341,7 +331,7 @@ def _many_rows(name: str) -> Callable[..., None]:
         heads, group, key_width, value_width = (
             argument(args, 0), argument(args, 1), argument(args, 2), argument(args, 3),
         )  # fmt: skip
-        queries = argument(args, 20)
+        queries = argument(args, 22)
         together = queries // group
         blocks = (rows + together - 1) // together
         units = heads // group * blocks
@@ -356,11 +346,11 @@ def _many_rows(name: str) -> Callable[..., None]:
                 rows_of_slot(
                     argument(args, 5) + row * argument(args, 6) + kv_head * group * argument(args, 7),
                     argument(args, 6), argument(args, 7),
-                    argument(args, 11) + slot * argument(args, 12) + bytes_of(kv_head * key_width), argument(args, 13),
+                    argument(args, 11) + slot * argument(args, 12) + kv_head * argument(args, 14), argument(args, 13),
                     key_width,
-                    argument(args, 14) + slot * argument(args, 15) + bytes_of(kv_head * value_width),
-                    argument(args, 16), value_width, positions + 4 * row, last - row, group, scale,
-                    argument(args, 17) + rank * argument(args, 19), queries + ATTENTION_HEADS, argument(args, 18),
+                    argument(args, 15) + slot * argument(args, 16) + kv_head * argument(args, 18), argument(args, 17),
+                    value_width, positions + 4 * row, last - row, group, scale,
+                    argument(args, 19) + rank * argument(args, 21), queries + ATTENTION_HEADS, argument(args, 20),
                     argument(args, 8) + row * argument(args, 9) + kv_head * group * argument(args, 10),
                     argument(args, 9), argument(args, 10),
                 )  # fmt: skip
@@ -373,18 +363,17 @@ def _many_rows(name: str) -> Callable[..., None]:
 def attention(cache_type: str) -> Callable[[int, int, int, int], None]:
     """Kernel `attention_<type>` for caches of type f32, f16 or q8_0."""
     name = cache_type.upper()
-    bytes_of, together = row_bytes(name), heads_together()
-    one_head, heads_of_row = _one_head(name), _heads_of_row(name)
+    together = heads_together()
+    one_head, queries_of_head = _one_head(name), _queries_of_head(name)
     many_rows = _many_rows(name)
 
     def kernel(args: int, rank: int, ranks: int, step: int) -> None:
         rows, slots, positions = argument(step, 0), argument(step, 3), argument(step, 4)
         heads, group = argument(args, 0), argument(args, 1)
         key_width, value_width, scale = argument(args, 2), argument(args, 3), float_argument(args, 4)
-        score_row = argument(args, 18)
-        scores = argument(args, 17) + rank * argument(args, 19)
-        key_stride, value_stride = argument(args, 13), argument(args, 16)
         q_head, out_head = argument(args, 7), argument(args, 10)
+        key_stride, value_stride = argument(args, 13), argument(args, 17)
+        scores, score_row = argument(args, 19) + rank * argument(args, 21), argument(args, 20)
         if rows >= ROWS_FROM and key_width % LANES == 0 and value_width % COLUMNS == 0:
             many_rows(args, rank, ranks, rows, slots, positions, scale)
             return
@@ -393,33 +382,32 @@ def attention(cache_type: str) -> Callable[[int, int, int, int], None]:
         if together > 1 and in_tiles >= 2 * ((rows * heads + ranks - 1) // ranks):
             tiled = False  # a head by itself takes twice the time that it takes in a tile
         chunk = together if tiled else 1
-        tiles = heads // chunk
+        tiles, shared = heads // chunk, group // chunk
         unit, end = share_start(rows * tiles, rank, ranks), share_end(rows * tiles, rank, ranks)
         while unit < end:
             row = unit // tiles
             first = unit - row * tiles
-            last = min(tiles, first + end - unit)
+            kv_head = first // shared
+            count = min((kv_head + 1) * shared - first, end - unit)
             if tiled:
-                last = min(last, first + argument(args, 20) // chunk)
+                count = min(count, argument(args, 22) // chunk)
             slot = load_i32(slots + 4 * row)
             seen = load_i32(positions + 4 * row) + 1
-            q = argument(args, 5) + row * argument(args, 6)
-            out = argument(args, 8) + row * argument(args, 9)
-            keys = argument(args, 11) + slot * argument(args, 12)
-            values = argument(args, 14) + slot * argument(args, 15)
+            q = argument(args, 5) + row * argument(args, 6) + first * chunk * q_head
+            out = argument(args, 8) + row * argument(args, 9) + first * chunk * out_head
+            keys = argument(args, 11) + slot * argument(args, 12) + kv_head * argument(args, 14)
+            values = argument(args, 15) + slot * argument(args, 16) + kv_head * argument(args, 18)
             if tiled:
-                heads_of_row(
+                queries_of_head(
                     q, q_head, keys, key_stride, key_width, values, value_stride, value_width, seen, scale,
-                    first * chunk, last * chunk, group, scores, argument(args, 20), score_row, out, out_head,
+                    count * chunk, scores, argument(args, 22), score_row, out, out_head,
                 )  # fmt: skip
             else:
-                for head in range(first, last):
-                    kv_head = head // group
+                for head in range(count):
                     one_head(
-                        q + head * q_head, keys + bytes_of(kv_head * key_width), key_stride, key_width,
-                        values + bytes_of(kv_head * value_width), value_stride, value_width, seen, scale, scores,
-                        out + head * out_head,
+                        q + head * q_head, keys, key_stride, key_width, values, value_stride, value_width, seen, scale,
+                        scores, out + head * out_head,
                     )  # fmt: skip
-            unit += last - first
+            unit += count
 
     return kernel

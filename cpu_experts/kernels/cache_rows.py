@@ -94,15 +94,15 @@ _RUNS: Final[dict[str, Any]] = {"f32": copy_run, "f16": narrow_run, "q8_0": _qua
 
 def cache_write(cache_type: str) -> Callable[[int, int, int, int], None]:
     """Kernel `cache_write_<type>`: x, x row stride, heads, width, x head stride, first cache row (element `start` of
-    row 0 of slot 0), slot stride, row stride, rows of a slot, ratio, rows (index of the step's row count).
+    row 0 of slot 0), slot stride, row stride, rows of a slot, head stride, ratio, rows (index of the step's row count).
 
     A position that completes a group of `ratio` is written, to row (position // ratio) mod (rows of a slot)."""
-    run, bytes_of = _RUNS[cache_type], row_bytes(cache_type.upper())
+    run = _RUNS[cache_type]
 
     def kernel(args: int, rank: int, ranks: int, step: int) -> None:
-        kind, slots, positions = argument(args, 10), argument(step, 3), argument(step, 4)
+        kind, slots, positions = argument(args, 11), argument(step, 3), argument(step, 4)
         rows = argument(step, kind)
-        heads, width, in_slot, ratio = argument(args, 2), argument(args, 3), argument(args, 8), argument(args, 9)
+        heads, width, in_slot, ratio = argument(args, 2), argument(args, 3), argument(args, 8), argument(args, 10)
         for unit in range(share_start(rows * heads, rank, ranks), share_end(rows * heads, rank, ranks)):
             row = unit // heads
             head = unit - row * heads
@@ -114,7 +114,7 @@ def cache_write(cache_type: str) -> Callable[[int, int, int, int], None]:
                 target = argument(args, 5) + slot * argument(args, 6) + place * argument(args, 7)
                 run(
                     argument(args, 0) + row * argument(args, 1) + head * argument(args, 4),
-                    target + bytes_of(head * width),
+                    target + head * argument(args, 9),
                     width,
                 )
 

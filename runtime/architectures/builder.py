@@ -81,10 +81,10 @@ class ProgramBuilder:
         assert self._buffers.setdefault(name, wanted) == wanted, f"buffer {name} declared twice: {wanted}"
         return View(name, 0, width)
 
-    def state(self, role: str, width: int) -> str:
-        """A cache state of the present layer: `width` elements for each (slot, position)."""
+    def state(self, role: str, width: int, heads: int = 1) -> str:
+        """A cache state of the present layer: `heads` heads of `width` elements for each (slot, position)."""
         name = f"{self.prefix}{role}"
-        self._states[name] = CacheState(name, width)
+        self._states[name] = CacheState(name, heads * width, heads=heads)
         return name
 
     def add_state(self, state: CacheState) -> str:

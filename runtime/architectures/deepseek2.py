@@ -224,7 +224,7 @@ def attend_whole(b: ProgramBuilder, q: View, latent: View, a: LatentAttention) -
     rotated = heads(built, a.heads, a.rotated, start=a.plain, stride=a.key)
     b.emit(CopyHeads(b.op_name("keys_plain"), heads(kv, a.heads, a.plain, stride=both), plain))
     b.emit(CopyHeads(b.op_name("keys_rotated"), heads(latent, 1, a.rotated, start=a.kv_rank), rotated))
-    keys, values = b.state("keys", a.heads * a.key), b.state("values", a.heads * a.value)
+    keys, values = b.state("keys", a.key, a.heads), b.state("values", a.value, a.heads)
     b.emit(CacheWrite(b.op_name("write_keys"), built, keys))
     built_values = heads(kv, a.heads, a.value, start=a.plain, stride=both)
     b.emit(CacheWrite(b.op_name("write_values"), built_values, values))

@@ -31,8 +31,8 @@ def project_qkv(b: ProgramBuilder, x: View, shape: HeadShape) -> tuple[View, Vie
 
 def attend(b: ProgramBuilder, q: View, k: View, v: View, shape: HeadShape, scale: float) -> View:
     """Stores keys and values, then attends to all positions of the row's slot so far; (R, count * width)."""
-    keys = b.state("keys", shape.kv_count * shape.width)
-    values = b.state("values", shape.kv_count * shape.width)
+    keys = b.state("keys", shape.width, shape.kv_count)
+    values = b.state("values", shape.width, shape.kv_count)
     b.emit(CacheWrite(b.op_name("write_keys"), k, keys))
     b.emit(CacheWrite(b.op_name("write_values"), v, values))
     mixed = b.buffer("attended", shape.count * shape.width)
