@@ -251,10 +251,12 @@ def test_attention_does_not_depend_on_where_heads_lie(shape: tuple[int, int, int
     results = []
     for axes in ((0, 1, 2, 3), (0, 2, 1, 3)):  # how (slots, rows, heads, width) lies in memory
         words: list[int] = []
+        alive = []
         for x, width in zip(sources, widths):
             sizes = (2, context, groups, width)
             memory = np.full([sizes[axis] for axis in axes], np.nan, np.float16)
             cache = memory.transpose(axes)
+            alive.append(memory)
             strides = cache.strides
             source = [*place(x)[:2], groups, width, 4 * width]
             target = [cache.ctypes.data, *strides[:2], context, strides[2]]
