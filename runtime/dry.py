@@ -54,7 +54,7 @@ class BreakerCache:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._made: OrderedDict[tuple[str, ...], Breakers] = OrderedDict()
-        self._pieces: list[bytes] = []
+        self._pieces: _Pieces | None = None
         self._lock = threading.Lock()
 
     def breakers(self, strings: tuple[str, ...]) -> Breakers:
@@ -68,22 +68,53 @@ class BreakerCache:
 
     def _tails(self, strings: tuple[str, ...]) -> Tails:
         tokenizer = self._tokenizer
-        if not self._pieces:
-            self._pieces = [tokenizer.decode_bytes([token], special=True) for token in range(tokenizer.vocabulary)]
+        if self._pieces is None:
+            every = range(tokenizer.vocabulary)
+            self._pieces = _Pieces([tokenizer.decode_bytes([token], special=True) for token in every])
         tails: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
-        for string in strings:
-            breaker = string.encode("utf-8", "surrogatepass")[:MAX_BREAKER_BYTES]
-            for token, piece in enumerate(self._pieces):
-                if breaker in piece:
-                    tails[token].append(())
-                    continue
-                for cut in range(min(len(breaker) - 1, len(piece)), 0, -1):  # the token ends inside the breaker
-                    if piece.endswith(breaker[:cut]):
-                        rest = breaker[cut:].decode("utf-8", "surrogateescape")
-                        tail = tuple(tokenizer.encode(rest, add_special=False, parse_special=False)[:MAX_TAIL_TOKENS])
-                        if tail not in tails[token]:
-                            tails[token].append(tail)
+        cut_off = (string.encode("utf-8", "surrogatepass")[:MAX_BREAKER_BYTES] for string in strings)
+        for breaker in dict.fromkeys(cut_off):
+            holding = self._pieces.holding(breaker)
+            for token in holding:
+                tails[token].append(())
+            for cut in range(len(breaker) - 1, 0, -1):  # the token ends inside the breaker
+                ending = [token for token in self._pieces.ending(breaker[:cut]) if token not in holding]
+                if ending:
+                    rest = breaker[cut:].decode("utf-8", "surrogateescape")
+                    tail = tuple(tokenizer.encode(rest, add_special=False, parse_special=False)[:MAX_TAIL_TOKENS])
+                for token in ending:
+                    if tail not in tails[token]:
+                        tails[token].append(tail)
         return dict(tails)
+
+
+class _Pieces:
+    """The bytes of all tokens, one behind the other, to be searched at once."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self._joined = b"".join(pieces)
+        self._bytes = np.frombuffer(self._joined, dtype=np.uint8)
+        self._lengths = np.array([len(piece) for piece in pieces], dtype=np.int64)
+        self._ends = np.cumsum(self._lengths)
+
+    def holding(self, text: bytes) -> set[int]:
+        """Tokens that contain `text`."""
+        found, place = set(), self._joined.find(text)
+        while place >= 0:
+            token = int(np.searchsorted(self._ends, place, side="right"))
+            end = int(self._ends[token])
+            whole = place + len(text) <= end
+            if whole:
+                found.add(token)
+            place = self._joined.find(text, end if whole else place + 1)
+        return found
+
+    def ending(self, text: bytes) -> list[int]:
+        """Tokens that end with `text`, ascending."""
+        found = np.flatnonzero(self._lengths >= len(text))
+        for back, value in enumerate(reversed(text), 1):
+            found = found[self._bytes[self._ends[found] - back] == value]
+        return [int(token) for token in found]
 
 
 class DryPenalty:

@@ -21,7 +21,7 @@ VERSIONS: tuple[int, ...] = (1,)
 ID_BYTES = 16
 NO_REQUEST = bytes(ID_BYTES)
 MAX_FRAMES = 16
-MAX_NESTING = 32
+MAX_NESTING = 128
 
 Frame: TypeAlias = bytes | bytearray | memoryview
 

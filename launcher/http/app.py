@@ -42,6 +42,15 @@ Endpoint = Callable[[Server, Request], Awaitable[Response]]
 HEALTH = ("/health", "/v1/health")
 RESTFUL = (*HEALTH, "/props", "/models", "/v1/models", "/metrics", "/openapi.json")
 """Paths that do not wake a sleeping model. (What they need they ask for, and fail while it loads.)"""
+NOT_HERE = (
+    "/lora-adapters",
+    "/rerank",
+    "/reranking",
+    "/v1/rerank",
+    "/v1/reranking",
+    "/audio/transcriptions",
+    "/v1/audio/transcriptions",
+)
 ASSETS = ("/", "/index.html", "/sw.js", "/manifest.webmanifest", "/_app/version.json", "/favicon.ico")
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -83,6 +92,8 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Endpoint], ...] = (
     ("GET", ("/openapi.json",), description),
     ("GET", ("/cors-proxy",), cors_proxy.forward),
     ("POST", ("/cors-proxy",), cors_proxy.forward),
+    ("GET", ("/lora-adapters",), state.adapters),
+    ("POST", NOT_HERE, state.not_here),
     ("GET", ("/tools",), state.tools),
     ("POST", ("/tools",), state.tools),
     ("POST", ("/tokenize",), vocabulary_calls.tokenize),

@@ -128,8 +128,10 @@ def normalised(rows: Vectors, norm: int) -> Vectors:
     if norm < 0:
         return rows
     magnitudes = np.abs(rows.astype(np.float64))
+    greatest = magnitudes.max(axis=1, keepdims=True)
     if norm == 0:
-        sizes = magnitudes.max(axis=1, keepdims=True) / 32760
-    else:
-        sizes = (magnitudes**norm).sum(axis=1, keepdims=True) ** (1 / norm)
+        sizes = greatest / 32760
+    else:  # shares of the greatest, so that no power is too large
+        shares = magnitudes / np.where(greatest > 0, greatest, 1)
+        sizes = greatest * (shares**norm).sum(axis=1, keepdims=True) ** (1 / norm)
     return (rows / np.where(sizes > 0, sizes, 1)).astype(np.float32)

@@ -49,12 +49,12 @@ FIELDS: tuple[Field, ...] = (
     Field("top_k", "int", 40, 0, INT_MAX, clamp=True),
     Field("top_p", "float", 0.95, 0, 1, clamp=True),
     Field("min_p", "float", 0.05, 0, 1, clamp=True),
-    Field("top_n_sigma", "float", -1.0),
+    Field("top_n_sigma", "float", -1.0, -1000, 1000, clamp=True),
     Field("xtc_probability", "float", 0.0, 0, 1, clamp=True),
     Field("xtc_threshold", "float", 0.1, 0, 1, clamp=True),
-    Field("typical_p", "float", 1.0),
+    Field("typical_p", "float", 1.0, 0, 1, clamp=True),
     Field("temperature", "float", 0.8, 0, math.inf, clamp=True),
-    Field("dynatemp_range", "float", 0.0, 0),
+    Field("dynatemp_range", "float", 0.0, 0, 100, clamp=True),
     Field("dynatemp_exponent", "float", 1.0),
     Field("repeat_last_n", "int", 64, -1, INT_MAX),
     Field("repeat_penalty", "float", 1.0, 1e-3, 1000),
@@ -64,11 +64,11 @@ FIELDS: tuple[Field, ...] = (
     Field("dry_base", "float", 1.75),
     Field("dry_allowed_length", "int", 2, 0, INT_MAX),
     Field("dry_penalty_last_n", "int", -1, -1, INT_MAX),
-    Field("mirostat", "int", 0, 0, 2),
+    Field("mirostat", "int", 0, 0, 2, clamp=True),
     Field("mirostat_tau", "float", 5.0),
     Field("mirostat_eta", "float", 0.1),
-    Field("adaptive_target", "float", -1.0),
-    Field("adaptive_decay", "float", 0.9),
+    Field("adaptive_target", "float", -1.0, -1000, 1, clamp=True),
+    Field("adaptive_decay", "float", 0.9, 0, 0.99),
     Field("seed", "int", RANDOM_SEED, -(2**63), 2**63 - 1),
     Field("n_probs", "int", 0, 0, 1024, clamp=True),
     Field("min_keep", "int", 0, 0, INT_MAX),
@@ -172,6 +172,8 @@ def read_fields(body: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any
     options = body.get("stream_options")
     if options is not None and not isinstance(options, dict):
         raise invalid("stream_options must be an object", field="stream_options")
+    if values["dry_base"] < 1:  # as in llama-server
+        values["dry_base"] = defaults.get("dry_base", DEFAULTS["dry_base"])
     values["include_usage"] = flag(options or {}, "include_usage", False)
     seed = values["seed"]
     values["seed"] = RANDOM_SEED if seed < 0 else seed % 2**32

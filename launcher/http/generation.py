@@ -213,10 +213,11 @@ async def run_jobs(
                 yield step
         return
     queue: asyncio.Queue[Step | BaseException | None] = asyncio.Queue()
+    turn = asyncio.Semaphore(backend.facts.slots)  # a list of prompts fills the slots, not the queue that all share
 
     async def pump(request: GenerationRequest, answer: Answer) -> None:
         try:
-            async with aclosing(run_job(backend, request, answer)) as steps:  # type: ignore[type-var]
+            async with turn, aclosing(run_job(backend, request, answer)) as steps:  # type: ignore[type-var]
                 async for step in steps:
                     queue.put_nowait(step)
             queue.put_nowait(None)

@@ -29,6 +29,7 @@ from bloomery.runtime.requests import Constraint, GenerationRequest, Reasoning, 
 
 MAX_PROMPTS = 256
 MAX_BIASES = 1 << 16
+MAX_BIAS_TEXTS = 1024
 _ID = re.compile(r"-?[0-9]{1,18}")
 _SAMPLING_NAMES = frozenset(entry.name for entry in fields(SamplingParameters))
 # Sampling fields that mean something only to samplers which the protocol may not have: their values for off.
@@ -98,6 +99,8 @@ async def read_biases(
         raise invalid(f"logit_bias must be a list or an object, found {shown(given)}", field="logit_bias")
     if len(entries) > MAX_BIASES:
         raise invalid(f"logit_bias has {len(entries)} entries, at most {MAX_BIASES} are allowed", field="logit_bias")
+    if sum(isinstance(token, str) for token, _ in entries) > MAX_BIAS_TEXTS:
+        raise invalid(f"logit_bias has more than {MAX_BIAS_TEXTS} texts", "give token ids", field="logit_bias")
     biases: dict[int, float] = {}
     for token, bias in entries:
         value = _bias(bias)

@@ -90,6 +90,16 @@ async def tools(server: Server, request: Request) -> Response:
     raise RequestError("permission", "/tools is not enabled: this server runs nothing for pages")
 
 
+async def adapters(server: Server, request: Request) -> Response:
+    """GET /lora-adapters: there are none."""
+    return JSONResponse([])
+
+
+async def not_here(server: Server, request: Request) -> Response:
+    """What llama-server has and this server has not."""
+    raise unsupported("This server does not support this endpoint.")
+
+
 async def models(server: Server, request: Request) -> Response:
     """GET /v1/models."""
     facts, settings = server.backend.facts, server.settings
