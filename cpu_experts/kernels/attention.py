@@ -57,7 +57,12 @@ from bloomery.cpu_experts.simd import (
 )
 
 _INT = types.int64
-AHEAD: Final = 16  # positions between those that memory is asked for and those in work; a block of values
+# Positions between those that memory is asked for and those in work, also those of a block of values, which stays in
+# the first-level cache until all queries have taken it: as many as these bytes hold, within bounds. Where memory is
+# asked for in bursts (`fetch_rows`), no more than the least.
+AHEAD_BYTES: Final = 1 << 14
+AHEAD_LEAST: Final = 16
+AHEAD_MOST: Final = 64
 # Arguments: heads, heads of a group, key width, value width, scale, q, q row stride, q head stride, out, out row
 # stride, out head stride, keys, their slot stride, row stride, head stride, values, their slot stride, row stride, head
 # stride, scratch, bytes of a row of scores, bytes of a rank's area (`layouts`), queries that are taken together
@@ -273,6 +278,7 @@ def _queries_of_head(name: str) -> Callable[..., None]:
     """Numba function for some queries of a row that share keys: whole tiles, widths that are multiples of LANES and of
     COLUMNS. Keys, then values, are gone through once for all of them."""
     bytes_of, together = row_bytes(name), heads_together()
+    most = AHEAD_MOST if together > 1 else AHEAD_LEAST
     rounded, softmax = round_queries(name), _softmax(name)
     scores_of, outputs_of = score_tile(name), value_tile(name)
 
@@ -288,10 +294,11 @@ def _queries_of_head(name: str) -> Callable[..., None]:
             rounded(q + query * q_head, scratch + 4 * query * key_width, blocks)
             clear_columns(out + query * out_head, value_width // LANES)
         key_lines, value_lines = (bytes_of(key_width) + 63) // 64, (bytes_of(value_width) + 63) // 64
+        distance = min(max(AHEAD_BYTES // bytes_of(key_width), AHEAD_LEAST), most)
         for position in range(0, seen, 4):
-            ahead = keys + (position + AHEAD) * key_stride
+            ahead = keys + (position + distance) * key_stride
             if together == 1:
-                fetch_rows(ahead, key_stride, min(4, seen - position - AHEAD), key_lines)
+                fetch_rows(ahead, key_stride, min(4, seen - position - distance), key_lines)
             final = seen - 1
             k0 = keys + position * key_stride
             k1 = keys + min(position + 1, final) * key_stride
@@ -304,12 +311,13 @@ def _queries_of_head(name: str) -> Callable[..., None]:
                 )  # fmt: skip
         for query in range(count):
             softmax(scores + query * score_row, seen)
-        ahead = AHEAD * value_stride
-        for position in range(0, seen, AHEAD):
-            taken = min(AHEAD, seen - position)
+        block = min(max(AHEAD_BYTES // bytes_of(value_width), AHEAD_LEAST), most)
+        ahead = block * value_stride
+        for position in range(0, seen, block):
+            taken = min(block, seen - position)
             start = values + position * value_stride
             if together == 1:
-                fetch_rows(start + ahead, value_stride, min(AHEAD, seen - position - AHEAD), value_lines)
+                fetch_rows(start + ahead, value_stride, min(block, seen - position - block), value_lines)
             for query in range(0, count, together):
                 weights = scores + query * score_row + 4 * position
                 for column in range(0, value_width, COLUMNS):
