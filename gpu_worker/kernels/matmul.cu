@@ -193,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS, 2) normed_matmul(Jobs
                 const Job& job = jobs.job[place(set, m, output)];
                 return job.weights + min(output, int(job.outputs) - 1) * row_bytes;
             },
-            [&](int) -> const Activations& { return x; }, ready,
+            [&](int) { return x; }, ready,
             [&](int set, int m, int, float sum) {
                 int output;
                 const Job& job = jobs.job[place(set, m, output)];
@@ -253,7 +253,7 @@ DEVICE void open_items(const uint8_t* gate, const uint8_t* up, float* out, word 
         products_of<Quant, 1>(
             first < outputs ? (int(outputs) - first + step - 1) / step : 0, row_bytes, int(width), 1, ring,
             [&](int set, int m) { return (m ? up : gate) + (first + set * step) * row_bytes; },
-            [&](int) -> const Activations& { return x; }, [] {},
+            [&](int) { return x; }, [] {},
             [&](int set, int m, int, float sum) {
                 if (m == 0)
                     opened = sum;
@@ -339,7 +339,7 @@ DEVICE void close_item(const uint8_t* down, word outputs, uint8_t* hidden, word 
         products_of<Quant, 1>(
             (pairs - first + step - 1) / step, row_bytes, int(width), 1, ring,
             [&](int set, int m) { return down + min(2 * (first + set * step) + m, int(outputs) - 1) * row_bytes; },
-            [&](int) -> const Activations& { return x; }, quantise,
+            [&](int) { return x; }, quantise,
             [&](int set, int m, int, float sum) {
                 if (lane == 0) sums[2 * set + m] = sum;
             });
