@@ -86,6 +86,12 @@ PRIVATE_WORDS = 17
 
 
 @njit(nogil=True, cache=True)
+def now_ticks() -> int:
+    """The counter that times stages."""
+    return ticks()
+
+
+@njit(nogil=True, cache=True)
 def _cut(control: int, step: int) -> int:
     """Whether the coordinator wants the step to end: _ABORTED, _POISONED, or 0."""
     if load_acquire(control + POISON) == step:

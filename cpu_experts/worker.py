@@ -28,6 +28,7 @@ from bloomery.runtime.worker_messages import WorkerStart, lowered_of
 
 INTERPRETER = "interpreter"
 """Compiled like a kernel, by one worker for all."""
+_TICK_RATE_SECONDS = 0.02
 
 
 def run(start: WorkerStart) -> int:
@@ -77,8 +78,16 @@ class Worker:
             self._link.send("compiled", kernel=message["kernel"])
         assert message["kind"] == "attach", message
         arena = self._attach(message)
-        self._link.send("ready", **self._own_facts())
+        self._link.send("ready", **self._own_facts(), **self._tick_rate())
         self._serve(arena)
+
+    def _tick_rate(self) -> dict[str, float]:
+        """Where stages are timed: ticks a second of the counter that times them."""
+        if not self._start.time_stages:
+            return {}
+        begun, first = time.perf_counter(), interpreter.now_ticks()
+        time.sleep(_TICK_RATE_SECONDS)
+        return {"tick_rate": (interpreter.now_ticks() - first) / (time.perf_counter() - begun)}
 
     def _compile(self, kernel: str) -> int:
         if kernel == INTERPRETER:

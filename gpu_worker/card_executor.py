@@ -31,9 +31,10 @@ from bloomery.gpu_worker.kernel_functions import Kernels
 from bloomery.gpu_worker.launches import MAX_ROWS, KernelName, Launch
 from bloomery.gpu_worker.lowering import lower
 from bloomery.gpu_worker.prompt_lowering import LEAST_ROWS, lower_all, lower_prompt
+from bloomery.gpu_worker.step_ahead import ahead_launches
 from bloomery.runtime.arena import LEAST_SPARE
 from bloomery.runtime.errors import StepAborted, WorkerLost
-from bloomery.runtime.executor import StateSnapshot, StepResult, StepRows, check_rows
+from bloomery.runtime.executor import MOST_AHEAD, StateSnapshot, StepResult, StepRows, check_rows
 from bloomery.runtime.program import Program, View
 from bloomery.runtime.slot_states import SlotStates
 
@@ -81,24 +82,26 @@ class CardExecutor:
         results: Results | None = None,
         host: HostSide | None = None,
         is_cut: Callable[[], bool] = lambda: False,
+        on_end: Callable[[int], None] | None = None,
         progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
     ) -> None:
         """PlanError if there is no card, the program has an op or type without a kernel, or memory does not suffice.
         `results` is memory of others that results go to, `host` the host's part where the program has hand-offs,
-        `is_cut` says before a part whether the step is to end."""
+        `is_cut` says before a part whether the step is to end. `on_end` is told how many nanoseconds each step took the
+        card, from its first copy or launch to the end of the last."""
         self.program = program
         self._context, self._slots = context, slots
         self._max_rows = max(prompt_block, slots)
         self._max_out_rows = min(self._max_rows, max(slots, LOGITS_BYTES // (4 * program.vocabulary), 1))
         self._sync = os.environ.get("BLOOMERY_CARD_SYNC", "") == "1"
         self._graphs = graphs and not self._sync
-        self._prepared: dict[tuple[int, int], _Prepared] = {}
+        self._prepared: dict[tuple[int, int, bool], _Prepared] = {}
         self._blocks: dict[tuple[int, int], list[Launch]] = {}
         self._least_block = self._max_rows + 1 if deterministic else LEAST_ROWS
         self._lock = threading.Lock()
         self._running = self._aborted = self._closed = False
         self._lost = ""
-        self._is_cut, self._results, self._host = is_cut, results, host
+        self._is_cut, self._on_end, self._results, self._host = is_cut, on_end, results, host
         spare = max(self._max_rows, LEAST_SPARE)
         self._counts = {"steps": 0, "rows": 0, "aborted": 0}
         self._seconds = 0.0
@@ -170,7 +173,10 @@ class CardExecutor:
             if self._results is None:  # else the pool knows where slots can go on
                 self._states.reach.begin(rows)
             with self.card.current(f"a step of {len(rows.tokens)} rows; BLOOMERY_CARD_SYNC=1 finds the op"):
-                self._run(rows)
+                if self._on_end is None:
+                    self._run(rows)
+                else:
+                    self._run_timed(rows, self._on_end)
         except WorkerLost as error:
             self._lost = error.message
             raise
@@ -181,7 +187,7 @@ class CardExecutor:
         self._counts["steps"] += 1
         self._counts["rows"] += len(rows.tokens)
         self._seconds += seconds
-        wanted = len(rows.out_rows)
+        wanted = len(rows.out_rows) * (1 + rows.ahead)
         hidden = None if self._hidden is None else self._hidden[:wanted]
         return StepResult(self._logits[:wanted], self._greedy[:wanted], seconds, hidden)
 
@@ -225,7 +231,7 @@ class CardExecutor:
             "architecture": self.card.architecture,
             **self._counts,
             "step_seconds_mean": self._seconds / self._counts["steps"] if self._counts["steps"] else 0.0,
-            "graph_nodes": {f"{r}x{o}": p.graph.nodes for (r, o), p in self._prepared.items() if p.graph},
+            "graph_nodes": {f"{r}x{o}{'+' * a}": p.graph.nodes for (r, o, a), p in self._prepared.items() if p.graph},
             "card_bytes": sum(self.memory.sizes.values()),
             "lost": self._lost,
         }
@@ -251,24 +257,53 @@ class CardExecutor:
         """What a group of so many rows launches."""
         return self._prepare(rows, out_rows).launches
 
-    def _prepare(self, rows: int, out_rows: int) -> _Prepared:
-        key = (rows, out_rows)
+    def _prepare(self, rows: int, out_rows: int, advance: bool = False) -> _Prepared:
+        key = (rows, out_rows, advance)
         if key not in self._prepared:
-            self._prepared[key] = _Prepared(lower(self.program, self.memory, rows, out_rows))
+            assert not advance or rows == out_rows
+            make = ahead_launches(self.program, self.memory, rows) if advance else None
+            self._prepared[key] = _Prepared(make or lower(self.program, self.memory, rows, out_rows))
         return self._prepared[key]
 
+    def most_ahead(self, rows: int) -> int:
+        if self._host or self._feed or rows > MAX_ROWS:
+            return 0
+        return max(0, min(MOST_AHEAD, self._max_out_rows // rows - 1))
+
+    def _run_ahead(self, rows: StepRows) -> None:
+        """Steps on each other's greedy tokens. The record goes to the card once, and its last launch of each step moves
+        it on; the copies of a step's results are on the stream before the next step writes them."""
+        count, record = len(rows.tokens), self._records[0]
+        for line, values in zip(record, (rows.tokens, rows.slots, rows.positions, rows.out_rows)):
+            line[:count] = values
+        self.card.cuda.memcpy_htod_async(self.memory.step.tokens, record, self.card.stream)
+        prepared = self._prepare(count, count, advance=True)
+        for number in range(rows.ahead + 1):
+            self._look_up(number, "step", number)
+            self._launch(prepared)
+            self._fetch(number * count, count)
+            self._events[number % _AHEAD].record(self.card.stream)
+        self.card.stream.synchronize()
+
+    def _look_up(self, number: int, what: str, which: int) -> None:
+        """Before part `number`: waits until few are under way, and raises StepAborted if the step is to end."""
+        if number >= _AHEAD:
+            self._events[number % _AHEAD].synchronize()
+        if self._is_cut() or self._aborted:
+            self.card.stream.synchronize()
+            self._counts["aborted"] += 1
+            raise StepAborted(f"aborted before {what} {which}")
+
     def _run(self, rows: StepRows) -> None:
+        if rows.ahead:
+            self._run_ahead(rows)
+            return
         cuda, stream = self.card.cuda, self.card.stream
         done = groups = 0
         if self._feed:
             self._feed.bring(rows, lambda state, slot, before: self.memory.read(state, slot, before)[:, 0])
         for number, (first, last, block) in enumerate(self._parts(rows)):
-            if number >= _AHEAD:
-                self._events[number % _AHEAD].synchronize()
-            if self._is_cut() or self._aborted:
-                stream.synchronize()
-                self._counts["aborted"] += 1
-                raise StepAborted(f"aborted before row {first}")
+            self._look_up(number, "row", first)
             part = slice(first, last)
             wanted = rows.out_rows[(rows.out_rows >= first) & (rows.out_rows < last)] - first
             if block:
@@ -293,6 +328,14 @@ class CardExecutor:
         stream.synchronize()
         if self._feed:
             self._feed.tidy()
+
+    def _run_timed(self, rows: StepRows, on_end: Callable[[int], None]) -> None:
+        begun, ended = self.card.cuda.Event(), self.card.cuda.Event()
+        begun.record(self.card.stream)
+        self._run(rows)
+        ended.record(self.card.stream)
+        ended.synchronize()
+        on_end(int(1e6 * ended.time_since(begun)))
 
     def _parts(self, rows: StepRows) -> Iterator[tuple[int, int, bool]]:
         """(first row, row after the last, whether it is a prompt block): how a step is cut."""

@@ -13,6 +13,7 @@ from bloomery.gpu_worker.launches import HandOffAddresses, HandOffBuffers
 from bloomery.runtime.arena import Arena
 from bloomery.runtime.expert_tiers import ExpertTiers
 from bloomery.runtime.hand_off import BUFFERS
+from bloomery.runtime.leg_times import offset
 from bloomery.runtime.ops_hand_off import HandOffReceive, HandOffSend
 
 if TYPE_CHECKING:
@@ -24,13 +25,14 @@ _THREADS: Final = 512
 @dataclass(frozen=True)
 class HostSide:
     """The host's part in a card's steps: where experts lie, the arena that both sides see, and how long the card waits
-    for one of `ranks` workers. `first` is the number of the program's first hand-off."""
+    for one of `ranks` workers. `first` is the number of the program's first hand-off. `timed`: kernels note times."""
 
     tiers: ExpertTiers
     arena: Arena
     ranks: int
     deadline_ns: int
     first: int
+    timed: bool = False
 
     def addresses(self, on_card: Callable[[int], int], state: int) -> HandOffAddresses:
         """`on_card` gives the card's address for one of this process; `state` is two words of the card's memory."""
@@ -45,7 +47,9 @@ class HostSide:
             if names[0] in layout.buffers
         }
         words, control = on_card(address("hand_off")), on_card(address("control"))
-        return HandOffAddresses(words, control, state, state + 8, self.ranks, self.deadline_ns, self.first, buffers)
+        times = on_card(address("leg_times")) if self.timed else 0
+        waits = (self.ranks, self.deadline_ns, self.first)
+        return HandOffAddresses(words, control, state, state + 8, *waits, buffers, times)
 
 
 def lower_hand_off(lowering: Lowering, op: HandOffSend | HandOffReceive) -> None:
@@ -64,7 +68,7 @@ def _lower_send(lowering: Lowering, op: HandOffSend) -> None:
     to = place.buffers[lowering.program.buffers[op.x.buffer].rows]
     words = (*sources, lowering.context.slot_map(op.experts), *sizes, *to.x, *to.ids, *to.mix)
     state = (place.control, place.words, place.step, op.index, int(op.index == place.first))
-    lowering.emit("hand_off", "send", (1,), _THREADS, *words, *state)
+    _emit(lowering, "send", op.index, *words, *state)
 
 
 def _lower_receive(lowering: Lowering, op: HandOffReceive) -> None:
@@ -73,4 +77,12 @@ def _lower_receive(lowering: Lowering, op: HandOffReceive) -> None:
     answer = place.buffers[lowering.program.buffers[op.x.buffer].rows].out
     words = (*lowering._row(op.x), *lowering._row(op.out), lowering._count(op.x), op.x.elements, *answer)
     state = (place.control, place.words, place.step, place.cut, op.index, place.ranks, place.deadline_ns)
-    lowering.emit("hand_off", "receive", (1,), _THREADS, *words, *state)
+    _emit(lowering, "receive", op.index, *words, *state)
+
+
+def _emit(lowering: Lowering, kernel: str, index: int, *words: int) -> None:
+    """The kernel, or the one that also notes times, if they are asked for."""
+    times = lowering.context.hand_off.times
+    if times:
+        kernel, words = f"{kernel}_timed", (*words, times + offset(index))
+    lowering.emit("hand_off", kernel, (1,), _THREADS, *words)

@@ -79,7 +79,8 @@ class HandOffBuffers:
 class HandOffAddresses:
     """Where the card meets the host (`runtime/hand_off.py`): words and control block in mapped memory, two words of
     the card's own (the step's number; the step that was given up), how many ranks answer and how long they may take,
-    the number of the program's first hand-off, and the arena's buffers by the rows that a layer computes."""
+    the number of the program's first hand-off, and the arena's buffers by the rows that a layer computes. `times` is
+    region `leg_times` in mapped memory; 0: nobody asks for times."""
 
     words: int
     control: int
@@ -89,6 +90,7 @@ class HandOffAddresses:
     deadline_ns: int
     first: int
     buffers: Mapping[str, HandOffBuffers]
+    times: int = 0
 
 
 class CardContext(Protocol):

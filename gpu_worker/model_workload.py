@@ -19,6 +19,7 @@ from bloomery.runtime.errors import StepAborted
 from bloomery.runtime.executor import StepResult, StepRows
 from bloomery.runtime.expert_tiers import ExpertTiers
 from bloomery.runtime.hand_off import CutReason, HandOffWords
+from bloomery.runtime.leg_times import LegWords
 from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.program import Program
 from bloomery.runtime.split_program import card_part
@@ -52,10 +53,14 @@ class ModelWorkload:
             "is_cut": is_cut,
             "progress": progress,
         }
+        if start.time_stages:
+            words = LegWords(arena.memory("leg_times"), start.hand_offs)
+            control = arena.memory("control").data.cast("B").cast("q")
+            arguments["on_end"] = lambda ns: words.note(control[STEP // 8], ns)
         results = results_in(arena, self.program)
         if start.hand_offs:
             tiers = ExpertTiers.of_text(self.program, start.tiers)
-            host = HostSide(tiers, arena, shape.processes, start.hand_off_ns, start.hand_offs[0])
+            host = HostSide(tiers, arena, shape.processes, start.hand_off_ns, start.hand_offs[0], start.time_stages)
             self._executor = HandOffExecutor(self._on_card, **arguments, results=results, host=host)
         else:
             self._executor = CardExecutor(self._on_card, **arguments, results=results)

@@ -20,6 +20,7 @@ from bloomery.gpu_worker.launches import MAX_ROWS, CardContext, Launch, float_wo
 from bloomery.gpu_worker.lowering import Lowering, lower
 from bloomery.gpu_worker.products import Job as WeightJob
 from bloomery.gpu_worker.products import activation_form, check_types, job_words
+from bloomery.gpu_worker.step_ahead import ahead_launches
 from bloomery.runtime.program import Attention, HeadMatMul, MatMul, Program, RoutedExperts, View
 
 LEAST_ROWS: Final = 33
@@ -65,7 +66,7 @@ def lower_prompt(program: Program, context: CardContext, rows: int, out_rows: in
 def lower_all(program: Program, context: CardContext, block_rows: int, block_out_rows: int) -> list[Launch]:
     """Launches that between them have every kernel that steps of this program take, and want the most scratch; blocks
     of prompts only if `block_rows` is not 0."""
-    launches = lower(program, context, MAX_ROWS, MAX_ROWS) + lower(program, context, 1, 1)
+    launches = lower(program, context, MAX_ROWS, MAX_ROWS) + ahead_launches(program, context, 1)
     if block_rows:
         for wanted in (block_out_rows, 1):
             launches += lower_prompt(program, context, block_rows, wanted)

@@ -16,16 +16,29 @@ from typing import Any
 
 from bloomery.launcher import bench_report
 from bloomery.launcher.bench_arithmetic import arithmetic_ceiling
+from bloomery.launcher.bench_card import plan_facts
 from bloomery.launcher.bench_engine import BenchEngine
+from bloomery.launcher.bench_llama import LlamaBench, LlamaBenchOptions
 from bloomery.launcher.bench_parts import Variant, smaller_shapes
-from bloomery.launcher.bench_peer import MICRO_BATCH, PACKAGES, REPACKING, LlamaPeer, PeerOptions
-from bloomery.launcher.bench_rows import row_of, run_trial
+from bloomery.launcher.bench_peer import BATCH, MICRO_BATCH, PACKAGES, REPACKING, LlamaPeer, PeerOptions
+from bloomery.launcher.bench_rows import row_of, run_rounds, run_trial
 from bloomery.launcher.bench_trial import TokenSource, Trial, trials_of
-from bloomery.launcher.command_line import Parser, UsageError, add_model_options, positive, program_parser, run_program
+from bloomery.launcher.command_line import (
+    Parser,
+    UsageError,
+    add_model_options,
+    byte_count,
+    positive,
+    program_parser,
+    run_program,
+)
 from bloomery.launcher.demo_model import chosen_model
 from bloomery.launcher.progress import ProgressDisplay
+from bloomery.runtime.architectures import build_program
 from bloomery.runtime.bandwidth_probe import ReadCeiling
+from bloomery.runtime.daemon_config import DaemonConfig
 from bloomery.runtime.model_file import ModelFile
+from bloomery.runtime.placement import Plan, machine_room, make_plan
 from bloomery.runtime.synthetic_file import synthetic_file
 from bloomery.runtime.synthetic_templates import TEMPLATES
 from bloomery.runtime.topology import default_processes
@@ -50,6 +63,8 @@ def build_parser() -> Parser:
             "bloomery-bench --synthetic qwen3-30b-a3b --layers 5 -d 0,4096",
             "bloomery-bench -m model.gguf -t 1,2,4 -r 9 -o json > rates.json",
             "bloomery-bench --synthetic deepseek-v2-lite --against llama.cpp --peer-python ~/llama/bin/python",
+            "bloomery-bench -m model.gguf --plan a --card-memory 24GiB -p 512,4096 -d 6,4096",
+            "bloomery-bench -m model.gguf --plan a --against llama.cpp --peer-path ~/llama.cpp/build/bin",
             "bloomery-bench --synthetic llama-1b --mix Q3_K_M -p 0 -n 0      # only makes the file",
         ),
     )
@@ -105,6 +120,20 @@ def build_parser() -> Parser:
     trial.add_argument(
         "--cache-type", choices=("f16", "f32", "q8_0"), default="f16", help="type of the attention caches"
     )
+    card = parser.add_argument_group("card")
+    card.add_argument(
+        "--plan",
+        choices=("auto", "a", "cpu"),
+        default="cpu",
+        help="what runs where: everything on the host (cpu, the default), a card and the host (a), or a card if there"
+        " is one (auto)",
+    )
+    card.add_argument(
+        "--card-memory", type=byte_count, metavar="SIZE", help="use at most so much of the card's memory, such as 24GiB"
+    )
+    card.add_argument(
+        "--step-ahead", type=positive, metavar="N", help="steps that follow one before its token is looked at (0)"
+    )
     peer = parser.add_argument_group("comparison")
     peer.add_argument("--against", choices=("llama.cpp",), help="alternate with this engine's installed wheel")
     peer.add_argument(
@@ -127,6 +156,18 @@ def build_parser() -> Parser:
         type=positive,
         metavar="N",
         help=f"tokens that llama.cpp evaluates together (default {MICRO_BATCH}, as llama.cpp's)",
+    )
+    peer.add_argument(
+        "--peer-path",
+        type=Path,
+        metavar="DIR",
+        help="alternate with llama-bench of the build in this folder instead",
+    )
+    peer.add_argument(
+        "--peer-cpu-moe",
+        type=positive,
+        metavar="N",
+        help="the experts of its first N layers on the host (llama-bench's -ncmoe), the rest on the card",
     )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("-o", "--output", choices=("table", *OUTPUTS), default="table", help="how to print the rows")
@@ -167,10 +208,20 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError("--synthetic and -m, --hf or --demo both name a model", "leave one of them out")
     check_parts(args)
     if args.against is None:
-        for name in ("peer_python", "peer_package", "repack", "micro_batch"):
+        for name in ("peer_python", "peer_package", "peer_path", "peer_cpu_moe", "repack", "micro_batch"):
             if getattr(args, name) is not None:
                 spelling = f"--{name.replace('_', '-')}"
                 raise UsageError(f"{spelling} is about the other engine", "add --against llama.cpp, or leave it out")
+    if args.peer_path is not None:
+        for name in ("peer_python", "peer_package", "repack"):
+            if getattr(args, name) is not None:
+                raise UsageError(f"--{name.replace('_', '-')} is about a wheel, --peer-path about a build", "name one")
+    elif args.peer_cpu_moe is not None:
+        raise UsageError("--peer-cpu-moe is an option of a build's llama-bench", "name the build with --peer-path")
+    elif args.against and args.plan != "cpu":
+        raise UsageError("installed wheels of llama.cpp run on the host", "name a build for cards with --peer-path")
+    if args.card_memory is not None and args.plan == "cpu":
+        raise UsageError("--card-memory is about a card, and plan cpu uses none", "add --plan a or --plan auto")
     if 0 in args.threads:
         raise UsageError("-t 0: nothing runs on no thread", "leave -t out for all cores")
     most = default_processes()
@@ -192,6 +243,8 @@ def check_parts(args: argparse.Namespace) -> None:
         raise UsageError("--parts compares synthetic files", "name one with --synthetic, or leave it out")
     if set(args.depth) != {0} or any(args.prompt) or not any(args.gen):
         raise UsageError("--parts is about generation at depth 0", "add -p 0 -d 0, and -n with a number of tokens")
+    if args.plan != "cpu" or args.peer_path is not None:
+        raise UsageError("--parts takes tokens apart on the host", "leave out --plan and --peer-path")
     if len(args.repack or []) > 1 or len(args.peer_package or []) > 1:
         raise UsageError("--parts opens three files on each side", "name one peer package and one way of repacking")
 
@@ -201,12 +254,44 @@ def benchmark(args: argparse.Namespace, path: str, progress: ProgressDisplay) ->
     rows: list[bench_report.Row] = []
     with ModelFile.open(path) as model:
         facts = model_facts(model, args)
-    for threads in args.threads or [default_processes()]:
-        facts |= arithmetic_ceiling(threads)
-        rows += thread_rows(args, path, threads, trials, facts, progress)
+        plans = [card_plan(args, model, threads, trials) for threads in args.threads or [0]]
+    for wanted, plan in zip(args.threads or [0], plans, strict=True):
+        of_plan = facts | plan_facts(plan, args.card_memory or 0)
+        if plan is not None and plan.card is not None:
+            threads = plan.processes
+            of_plan |= {"isa": plan.card.architecture, "arithmetic_gops": None}
+        else:
+            plan, threads = None, wanted or default_processes()
+            of_plan |= arithmetic_ceiling(threads)
+        rows += thread_rows(args, path, threads, trials, of_plan, plan, progress)
     for row in rows:
         row["load_after"] = os.getloadavg()[0]
     return rows
+
+
+def card_plan(args: argparse.Namespace, model: ModelFile, threads: int, trials: Sequence[Trial]) -> Plan | None:
+    """The plan for --plan a and auto, which for auto may be one without a card; None for cpu. PlanError for a machine
+    without a card, or with too small a one, where plan a was asked for."""
+    if args.plan == "cpu":
+        return None
+    config = DaemonConfig(
+        model.path.as_posix(),
+        plan=args.plan,
+        context=context_of(trials),
+        slots=1,
+        processes=threads,
+        prompt_block=args.prompt_block,
+        cache_type=args.cache_type,
+        host_weights=args.host_weights,
+        card_memory=args.card_memory or 0,
+        cache_ram=0,
+    )
+    return make_plan(config, build_program(model), machine_room(args.plan, config.card_memory))
+
+
+def context_of(trials: Sequence[Trial]) -> int:
+    """Positions that the slot needs."""
+    return max(trial.positions for trial in trials)
 
 
 def thread_rows(
@@ -215,10 +300,11 @@ def thread_rows(
     threads: int,
     trials: Sequence[Trial],
     facts: dict[str, Any],
+    plan: Plan | None,
     progress: ProgressDisplay,
 ) -> list[bench_report.Row]:
     """All trials with one number of threads: one pool, one peer process, one set of readers."""
-    context = max(trial.positions for trial in trials)
+    context = context_of(trials)
     with ExitStack() as stack:
 
         def sides(path: str) -> tuple[BenchEngine, list[LlamaPeer]]:
@@ -229,6 +315,8 @@ def thread_rows(
                 prompt_block=args.prompt_block,
                 cache_type=args.cache_type,
                 host_weights=args.host_weights,
+                plan=plan,
+                step_ahead=args.step_ahead or 0,
                 progress=progress,
             )
             stack.callback(engine.close)
@@ -245,16 +333,26 @@ def thread_rows(
         for name, smaller in part_files(args, progress).items():
             of_ours, of_theirs = sides(smaller)
             variants.append(Variant(name, of_ours, next(iter(of_theirs), None)))
-        ceiling = stack.enter_context(ReadCeiling(threads, progress))
+        ceiling = stack.enter_context(ReadCeiling(threads, progress)) if threads else None
         source = TokenSource(engine.program.vocabulary, max(trial.depth for trial in trials))
         rows = []
+        build = llama_bench(args, path, threads, plan)
+        if build is not None:
+            found = run_rounds(trials, args.repeats, engine, build, ceiling, source, progress)
         for trial in trials:
             for variant in variants:
                 variant.forget()
-            rounds = run_trial(trial, args.repeats, engine, peers, ceiling, source, progress, variants)
-            row = row_of(trial, threads, rounds, engine.program, engine.block, args.cache_type) | facts
-            row["arithmetic_share"] = row["gops"] / row["arithmetic_gops"] if trial.kind == "pp" else None
-            row["against_system"] = next((p.facts["system"] for p in peers if p.name == row["against"]), None)
+            if build is not None:
+                rounds = found[trial]
+            else:
+                rounds = run_trial(trial, args.repeats, engine, peers, ceiling, source, progress, variants)
+            row = row_of(trial, threads, rounds, engine.program, engine.block, args.cache_type, plan) | facts
+            arithmetic = row["arithmetic_gops"] if trial.kind == "pp" else None
+            row["arithmetic_share"] = row["gops"] / arithmetic if arithmetic else None
+            systems = {peer.name: peer.facts["system"] for peer in peers}
+            if build is not None:
+                systems[build.name] = build.facts["system"]
+            row["against_system"] = systems.get(row["against"])
             rows.append(row)
     return rows
 
@@ -273,9 +371,20 @@ def part_files(args: argparse.Namespace, progress: ProgressDisplay) -> dict[str,
     }
 
 
+def llama_bench(args: argparse.Namespace, path: str, threads: int, plan: Plan | None) -> LlamaBench | None:
+    """The build that --peer-path names: on the card if ours is, with as many threads."""
+    if args.peer_path is None:
+        return None
+    micro = args.micro_batch or MICRO_BATCH
+    options = LlamaBenchOptions(
+        args.peer_path, plan is not None, args.peer_cpu_moe or 0, threads, args.cache_type, max(BATCH, micro), micro
+    )
+    return LlamaBench(options, path)
+
+
 def peer_options(args: argparse.Namespace) -> list[PeerOptions]:
     """Every combination that was asked for; none without --against."""
-    if not args.against:
+    if not args.against or args.peer_path is not None:
         return []
     python = args.peer_python or sys.executable
     packages, repacking = args.peer_package or ["auto"], args.repack or ["on"]
@@ -290,6 +399,7 @@ def model_facts(model: ModelFile, args: argparse.Namespace) -> dict[str, Any]:
         "model_bytes": sum(tensor.nbytes for tensor in model.tensors.values()),
         "version": version("bloomery"),
         "executor": "host",
+        "step_ahead": args.step_ahead or 0,
         "prompt_block": args.prompt_block,
         "micro_batch": (args.micro_batch or MICRO_BATCH) if args.against else None,
         "cache_type": args.cache_type,

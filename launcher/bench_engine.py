@@ -1,4 +1,4 @@
-"""Our side of a benchmark: the engine with its worker pool in this process, without sockets.
+"""Our side of a benchmark: the engine with its workers in this process, without sockets.
 
 A request goes in as a client's would: scheduler, slots, sampling and detokenising are part of what is timed; only the
 protocol is left out, whose threads would share the cores with the workers. Knows nothing of peers and tables.
@@ -17,14 +17,17 @@ from typing import Literal, Self
 from bloomery.launcher.bench_trial import Trial
 from bloomery.runtime.architectures import build_program
 from bloomery.runtime.cache_types import CacheType
+from bloomery.runtime.card_pool import CARD_WORKLOAD, CardPool
 from bloomery.runtime.completion import new_request_id
 from bloomery.runtime.engine import Engine
 from bloomery.runtime.errors import RequestError
 from bloomery.runtime.host_pool import HostPool
 from bloomery.runtime.host_weights import HostWeightsPlace, copied_bytes, copy_pays
+from bloomery.runtime.leg_times import StepLegs
 from bloomery.runtime.memory_limits import available_memory
 from bloomery.runtime.model_file import ModelFile
-from bloomery.runtime.placement import COPY_SHARE
+from bloomery.runtime.placement import COPY_SHARE, Plan
+from bloomery.runtime.program import Program, RoutedExperts
 from bloomery.runtime.requests import Admitted, Chunk, Event, Failed, Final, GenerationRequest, SamplingParameters
 from bloomery.runtime.step_work import op_kind
 from bloomery.runtime.tokenizer import Tokenizer
@@ -34,11 +37,21 @@ GREEDY = SamplingParameters(temperature=0.0)
 
 
 @dataclass(frozen=True)
+class CardRun:
+    """What card and host told of the steps of a trial: the steps, for each hand-off the seconds of all steps that a
+    rank of the host spent on its experts, and those that it waited for the card."""
+
+    legs: tuple[StepLegs, ...]
+    host_seconds: tuple[float, ...]
+    host_wait_seconds: float
+
+
+@dataclass(frozen=True)
 class EngineRun:
     """One timed trial. `seconds` is from handing in the request to its last event, `step_seconds` what the executor's
     steps took of that, `cpu_seconds` what workers and
     coordinator ran; `tokens` were generated. `ticks` is each kind of op's part of the steps: (in kernels, waiting at
-    barriers), in ticks of all ranks together."""
+    barriers), in ticks of all ranks together; with a card there are none, but a `card`."""
 
     seconds: float
     steps: int
@@ -46,11 +59,13 @@ class EngineRun:
     cpu_seconds: float
     tokens: tuple[int, ...]
     ticks: dict[str, tuple[int, int]]
+    card: CardRun | None = None
 
 
 class BenchEngine:
-    """One pool of `threads` processes and an engine of one slot. `host_weights` "auto" is what a daemon would choose;
-    afterwards it says where weights lie. Close it."""
+    """An engine of one slot on the workers of a plan: `threads` processes that run whole programs, or with a plan with
+    a card its worker and its helpers. `host_weights` "auto" is what a daemon would choose; afterwards it says where
+    weights lie. Close it."""
 
     def __init__(
         self,
@@ -61,32 +76,42 @@ class BenchEngine:
         prompt_block: int,
         cache_type: CacheType,
         host_weights: HostWeightsPlace | Literal["auto"] = "mmap",
+        plan: Plan | None = None,
+        step_ahead: int = 0,
         progress: Progress = lambda stage, done, total: None,
     ) -> None:
+        """`plan` is one with a card; without it everything runs on the host. `step_ahead` is the engine's."""
         with ExitStack() as stack:
             model = stack.enter_context(ModelFile.open(path))
             self.program = build_program(model)
-            if host_weights == "auto":
-                nbytes = copied_bytes(self.program)
-                pays = copy_pays(nbytes, threads) and nbytes <= COPY_SHARE * available_memory()
-                host_weights = "copy" if pays else "mmap"
-            self._pool = HostPool.start(
-                path,
-                self.program,
-                context=context,
-                slots=1,
-                processes=threads,
-                prompt_block=prompt_block,
-                cache_type=cache_type,
-                host_weights=host_weights,
-                progress=progress,
-                time_stages=True,
-            )
+            self._pool: HostPool | CardPool
+            if plan is not None and plan.card is not None:
+                self._pool = start_on_card(path, self.program, plan, cache_type, progress)
+            else:
+                if host_weights == "auto":
+                    nbytes = copied_bytes(self.program)
+                    pays = copy_pays(nbytes, threads) and nbytes <= COPY_SHARE * available_memory()
+                    host_weights = "copy" if pays else "mmap"
+                self._pool = HostPool.start(
+                    path,
+                    self.program,
+                    context=context,
+                    slots=1,
+                    processes=threads,
+                    prompt_block=prompt_block,
+                    cache_type=cache_type,
+                    host_weights=host_weights,
+                    progress=progress,
+                    time_stages=True,
+                )
             facts = self._pool.statistics().get("weights")
             self.host_weights: str = facts["place"] if facts else "mmap"
             stack.callback(self._pool.close)
             self._kinds = {op.name: op_kind(self.program, op) for op in self.program.ops}
-            self._engine = Engine(self._pool, Tokenizer.from_model_file(model), None)
+            routed = [op.name for op in self.program.ops if isinstance(op, RoutedExperts)]
+            layers = plan.tiers.host_layers if plan is not None and plan.tiers is not None else ()
+            self._handed_over = [routed[layer] for layer in layers]
+            self._engine = Engine(self._pool, Tokenizer.from_model_file(model), None, step_ahead=step_ahead)
             thread = threading.Thread(target=self._engine.run, name="bench-engine", daemon=True)
             thread.start()
             stack.callback(thread.join)
@@ -95,8 +120,8 @@ class BenchEngine:
 
     @property
     def block(self) -> int:
-        """Greatest number of rows of a step."""
-        return self._pool.max_rows
+        """Greatest number of rows of a step of the workers."""
+        return self._pool.group_rows if isinstance(self._pool, CardPool) else self._pool.max_rows
 
     def fill(self, prefix: tuple[int, ...]) -> None:
         """Brings these tokens into the cache, untimed. What is there already is kept."""
@@ -107,7 +132,9 @@ class BenchEngine:
         """Times a trial behind `prefix`, which `fill` has brought into the cache. `fresh`: the prompt's tokens ("pp"),
         or the one token that generation starts from ("tg"); the tokens generated are the model's own, greedily."""
         wanted = 1 if trial.kind == "pp" else trial.count
-        before = self._kind_ticks()
+        before, card_before = self._kind_ticks(), self._card_seconds()
+        if isinstance(self._pool, CardPool):
+            self._pool.step_legs()
         counted = self._pool.statistics()
         cpu = self._cpu_seconds()
         begun = time.perf_counter()
@@ -119,7 +146,11 @@ class BenchEngine:
             kind: (pair[0] - before[kind][0], pair[1] - before[kind][1]) for kind, pair in self._kind_ticks().items()
         }
         step_seconds = _total_seconds(after) - _total_seconds(counted)
-        return EngineRun(finished - begun, after["steps"] - counted["steps"], step_seconds, cpu, tokens, ticks)
+        card: CardRun | None = None
+        if isinstance(self._pool, CardPool):
+            *host, wait = (now - then for now, then in zip(self._card_seconds(), card_before, strict=True))
+            card = CardRun(tuple(self._pool.step_legs()), tuple(host), wait)
+        return EngineRun(finished - begun, after["steps"] - counted["steps"], step_seconds, cpu, tokens, ticks, card)
 
     def _request(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[float, tuple[int, ...], int]:
         """When the last event came, the tokens generated, and how many of the prompt were cached."""
@@ -136,11 +167,22 @@ class BenchEngine:
 
     def _kind_ticks(self) -> dict[str, tuple[int, int]]:
         sums: dict[str, tuple[int, int]] = {}
+        if isinstance(self._pool, CardPool):
+            return sums
         for name, (kernel, barrier) in self._pool.op_ticks().items():
             kind = self._kinds[name]
             before = sums.get(kind, (0, 0))
             sums[kind] = (before[0] + kernel, before[1] + barrier)
         return sums
+
+    def _card_seconds(self) -> list[float]:
+        """Seconds since the start that a rank of the host has worked on the experts of each hand-off, and last those
+        that it has waited for the card."""
+        if not isinstance(self._pool, CardPool):
+            return []
+        spent = self._pool.op_seconds()
+        waits = [sum(spent.get(f"{name} wait", ())) for name in self._handed_over]
+        return [*(sum(spent.get(name, ())) for name in self._handed_over), sum(waits)]
 
     def _cpu_seconds(self) -> float:
         """What this process and the workers have run on CPUs so far."""
@@ -157,6 +199,25 @@ class BenchEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def start_on_card(path: str, program: Program, plan: Plan, cache_type: CacheType, progress: Progress) -> CardPool:
+    """The workers of a plan with a card, with their times."""
+    assert plan.card is not None
+    return CardPool.start(
+        path,
+        program,
+        context=plan.context,
+        slots=plan.slots,
+        prompt_block=plan.prompt_block,
+        cache_type=cache_type,
+        card=plan.card.number,
+        tiers=plan.tiers,
+        processes=plan.processes,
+        time_legs=True,
+        progress=progress,
+        workload=CARD_WORKLOAD,
+    )
 
 
 class _Sink:

@@ -34,10 +34,10 @@ class PeerOptions:
 
 @dataclass(frozen=True)
 class PeerRun:
-    """One timed trial of the peer: seconds, and CPU seconds of all its threads."""
+    """One timed trial of the peer: seconds, and CPU seconds of all its threads, where it tells them."""
 
     seconds: float
-    cpu_seconds: float
+    cpu_seconds: float | None
 
 
 class LlamaPeer:

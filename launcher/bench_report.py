@@ -29,6 +29,10 @@ def _rate(value: float) -> str:
     return f"{value:.2f}" if value < 100 else f"{value:.1f}"
 
 
+def _milli(value: float) -> str:
+    return f"{value:.3f}"
+
+
 def _gigabytes(value: float) -> str:
     return f"{value / 1e9:.3f} GB"
 
@@ -54,6 +58,18 @@ COLUMNS: Final[tuple[tuple[str, str, Callable[[Any], str]], ...]] = (
     ("GOP/s", "gops", "{:.0f}".format),
     ("arithmetic GOP/s", "arithmetic_gops", "{:.0f}".format),
     ("of it", "arithmetic_share", _percent),
+    ("step ms", "step_ms", _milli),
+    ("card leg ms", "card_leg_ms", _milli),
+    ("host leg ms", "host_leg_ms", _milli),
+    ("card waits ms", "card_wait_ms", _milli),
+    ("host waits ms", "host_wait_ms", _milli),
+    ("overlap bound ms", "overlap_bound_ms", _milli),
+    ("of bound", "of_overlap_bound", "{:.2f}".format),
+    ("predicted ms", "predicted_ms", _milli),
+    ("hand-off p50 us", "hand_off_us_p50", "{:.1f}".format),
+    ("p99 us", "hand_off_us_p99", "{:.1f}".format),
+    ("card GB/s", "card_gbps", "{:.0f}".format),
+    ("of its copy rate", "copy_share", _percent),
 )
 KIND_COLUMNS: Final[tuple[tuple[str, str, Callable[[Any], str]], ...]] = (
     ("of the step", "share", _percent),
@@ -112,7 +128,8 @@ def as_markdown(rows: Sequence[Row]) -> str:
     """The conditions, a table of rows, and a table of kinds of op for each."""
     lines = [*_conditions(rows), "", *_markdown_table(*_table(rows))]
     for row in rows:
-        lines += ["", f"{_title(row)}:", "", *_markdown_table(*_kind_table(row))]
+        lines += ["", f"{_title(row)}{':' if row['kinds'] else ''}"]
+        lines += ["", *_markdown_table(*_kind_table(row))] if row["kinds"] else []
         if row["parts"]:
             lines += ["", f"{_parts_title(row)}:", "", *_markdown_table(*_part_table(row))]
     return "\n".join(lines)
@@ -127,7 +144,7 @@ def print_tables(rows: Sequence[Row]) -> None:
     console = new_console()
     for line in _conditions(rows):
         console.print(line)
-    pages = [("Rates", *_table(rows)), *((_title(row), *_kind_table(row)) for row in rows)]
+    pages = [("Rates", *_table(rows)), *((_title(row), *_kind_table(row)) for row in rows if row["kinds"])]
     pages += [(_parts_title(row), *_part_table(row)) for row in rows if row["parts"]]
     for title, headings, body in pages:
         table = new_table(title)
@@ -143,19 +160,27 @@ def _conditions(rows: Sequence[Row]) -> list[str]:
     lines = [
         f"{row['model']} ({row['architecture']}, {row['model_bytes'] / 1e9:.2f} GB), bloomery {row['version']}, prompt"
         f" block {row['prompt_block']}, cache {row['cache_type']}, instruction set {row['isa']}",
+        _plan_line(row),
         f"{row['cpu']}; {row['repeats']} rounds; load {row['load_before']:.1f} before, {row['load_after']:.1f} after",
     ]
     for row in rows:
         lines += [f"{_name(row)}: {_peer_line(peer)}" for peer in row["peers"]]
     systems = {row["against_system"].strip(" |") for row in rows if row["against_system"]}
     lines += [f"llama.cpp: {system}" for system in sorted(systems)]
-    share = min(row["quiet_share"] for row in rows)
+    share = min((row["quiet_share"] for row in rows if row["quiet_share"] is not None), default=1.0)
     if share < QUIET:
         lines.append(
             f"Other programs were running: our workers had their CPUs {100 * share:.0f} % of the time at worst."
             " Rates and ratios of this run are no benchmark."
         )
     return lines
+
+
+def _plan_line(row: Row) -> str:
+    if row["card"] is None:
+        return f"plan {row['plan']}" + (f" (no card: {row['plan_note']})" if row["plan_note"] else "")
+    share = f"{100 * row['expert_share_on_card']:.1f} % of the experts on it"
+    return f"plan {row['plan']} on {row['card']}, {share}"
 
 
 def _peer_line(peer: Row) -> str:

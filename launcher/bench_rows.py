@@ -11,11 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from bloomery.launcher.bench_card import card_figures
 from bloomery.launcher.bench_engine import BenchEngine, EngineRun
+from bloomery.launcher.bench_llama import LlamaBench
 from bloomery.launcher.bench_parts import WHOLE, Variant, part_rows
 from bloomery.launcher.bench_peer import LlamaPeer, PeerRun
 from bloomery.launcher.bench_trial import TokenSource, Trial, paired_ratios, summary
 from bloomery.runtime.bandwidth_probe import ReadCeiling, ReadRate
+from bloomery.runtime.placement import Plan
 from bloomery.runtime.program import Program
 from bloomery.runtime.step_work import EXPERTS, Work, step_work
 from bloomery.runtime.worker_group import Progress
@@ -52,7 +55,7 @@ def run_trial(
     repeats: int,
     engine: BenchEngine,
     peers: Sequence[LlamaPeer],
-    ceiling: ReadCeiling,
+    ceiling: ReadCeiling | None,
     source: TokenSource,
     progress: Progress,
     variants: Sequence[Variant] = (),
@@ -74,11 +77,10 @@ def run_trial(
             theirs[peer.name] = peer.run(trial, fresh if trial.kind == "pp" else fresh + ours.tokens[:-1])
         for variant in variants:
             run_variant(variant, trial, fresh, keep=number > 0)
-        time.sleep(PAUSE_SECONDS)
-        rate = ceiling.measure()
+        rate = _ceiling_of(ceiling)
         if number:
             rounds.ours.append(ours)
-            rounds.ceilings.append(rate)
+            rounds.ceilings += rate
             for name, run in theirs.items():
                 rounds.theirs.setdefault(name, []).append(run)
         progress(f"{trial.name} at depth {trial.depth}", number + 1, repeats + 1)
@@ -98,8 +100,53 @@ def run_variant(variant: Variant, trial: Trial, fresh: tuple[int, ...], keep: bo
             variant.theirs.append(theirs.seconds)
 
 
-def row_of(trial: Trial, threads: int, rounds: Rounds, program: Program, block: int, cache_type: str) -> dict[str, Any]:
-    """The figures of one trial; see docs/performance.md for what each means."""
+def run_rounds(
+    trials: Sequence[Trial],
+    repeats: int,
+    engine: BenchEngine,
+    peer: LlamaBench,
+    ceiling: ReadCeiling | None,
+    source: TokenSource,
+    progress: Progress,
+) -> dict[Trial, Rounds]:
+    """As `run_trial` for a peer that runs all trials at a time: in each round ours runs all of them, then the peer."""
+    found = {trial: Rounds() for trial in trials}
+    for number in range(repeats + 1):
+        for trial in trials:
+            prefix = source.prefix(trial.depth)
+            engine.fill(prefix)
+            time.sleep(PAUSE_SECONDS)
+            ours = engine.run(trial, prefix, source.fresh(trial.count if trial.kind == "pp" else 1))
+            rate = _ceiling_of(ceiling)
+            if number:
+                found[trial].ours.append(ours)
+                found[trial].ceilings += rate
+        theirs = peer.run(trials)
+        for trial, run in theirs.items() if number else ():
+            if trial in found:
+                found[trial].theirs.setdefault(peer.name, []).append(run)
+        progress("rounds", number + 1, repeats + 1)
+    return found
+
+
+def _ceiling_of(ceiling: ReadCeiling | None) -> list[ReadRate]:
+    """The read ceiling measured once, after a pause; nothing where the host reads nothing that counts."""
+    if ceiling is None:
+        return []
+    time.sleep(PAUSE_SECONDS)
+    return [ceiling.measure()]
+
+
+def row_of(
+    trial: Trial,
+    threads: int,
+    rounds: Rounds,
+    program: Program,
+    block: int,
+    cache_type: str,
+    plan: Plan | None = None,
+) -> dict[str, Any]:
+    """The figures of one trial; see docs/performance.md for what each means. `plan` is one with a card, if any."""
     rates = [trial.count / run.seconds for run in rounds.ours]
     rate = summary(rates)
     seconds = statistics.median(run.seconds for run in rounds.ours)
@@ -107,7 +154,9 @@ def row_of(trial: Trial, threads: int, rounds: Rounds, program: Program, block: 
     steps = rounds.ours[0].steps
     work = trial_work(program, trial, block, CACHE_BYTES[cache_type])
     nbytes = sum(kind.read for kind in work.values())
-    ceiling = max(rate.bytes_per_second for rate in rounds.ceilings)
+    cache_bytes = CACHE_BYTES[cache_type]
+    found = [rate.bytes_per_second for rate in rounds.ceilings]
+    ceiling, on_host = max(found, default=0.0), plan is None
     row: dict[str, Any] = {
         "test": trial.name,
         "depth": trial.depth,
@@ -115,24 +164,25 @@ def row_of(trial: Trial, threads: int, rounds: Rounds, program: Program, block: 
         "tokens_per_s": rate.median,
         "spread": rate.spread,
         "samples": rates,
-        "cpu_tokens_per_s": statistics.median(_cpu_rates(trial, rounds.ours)) if threads == 1 else None,
+        "cpu_tokens_per_s": statistics.median(_cpu_rates(trial, rounds.ours)) if threads == 1 and on_host else None,
         **comparison(trial, threads, rounds),
+        **card_figures(trial, rounds.ours, work, program, plan, ceiling, cache_bytes),
     }
     return row | {
         "read_gbps": nbytes / seconds / GIGA,
-        "ceiling_gbps": ceiling / GIGA,
-        "ceiling_share": nbytes / seconds / ceiling,
-        "ceiling_median_gbps": statistics.median(rate.bytes_per_second for rate in rounds.ceilings) / GIGA,
-        "quiet_share": min(1.0, statistics.median(run.cpu_seconds / run.seconds for run in rounds.ours) / threads),
+        "ceiling_gbps": ceiling / GIGA if found else None,
+        "ceiling_share": nbytes / seconds / ceiling if on_host else None,
+        "ceiling_median_gbps": statistics.median(found) / GIGA if found else None,
+        "quiet_share": _quiet_share(rounds.ours, threads) if on_host else None,
         "steps": steps,
         "bytes_per_step": round(nbytes / steps),
         "dense_bytes": round(sum(kind.weights for name, kind in work.items() if name != EXPERTS) / steps),
         "expert_bytes": round(work.get(EXPERTS, Work()).weights / steps),
         "cache_bytes": round(sum(kind.cache for kind in work.values()) / steps),
-        "bound_tokens_per_s": trial.count * ceiling / nbytes,
+        "bound_tokens_per_s": trial.count * ceiling / nbytes if on_host else None,
         "coordinator_us": 1e6 * (seconds - step_seconds) / steps,
         "gops": sum(kind.operations for kind in work.values()) / seconds / GIGA,
-        "kinds": kind_rows(rounds.ours, work, step_seconds, steps, ceiling),
+        "kinds": kind_rows(rounds.ours, work, step_seconds, steps, ceiling) if on_host else {},
         "parts": parts_of(trial, rounds, program, block, cache_type, ceiling) if rounds.variants else None,
     }
 
@@ -152,6 +202,11 @@ def parts_of(
     return part_rows(trial, ours, theirs, rounds.variants, bytes_of, ceiling)
 
 
+def _quiet_share(runs: Sequence[EngineRun], threads: int) -> float:
+    """The part of the time in which the workers had their CPUs."""
+    return min(1.0, statistics.median(run.cpu_seconds / run.seconds for run in runs) / threads)
+
+
 def comparison(trial: Trial, threads: int, rounds: Rounds) -> dict[str, Any]:
     """Figures of the fastest peer, and those of each. CPU time, which other programs disturb much less than time on the
     wall, is compared for one thread only: more spend some of it on waiting for each other."""
@@ -162,18 +217,24 @@ def comparison(trial: Trial, threads: int, rounds: Rounds) -> dict[str, Any]:
         theirs, ratio = summary(their_rates), summary(list(paired_ratios(rates, their_rates)))
         peer = {"against": name, "against_tokens_per_s": theirs.median, "against_spread": theirs.spread}
         peer |= {"against_samples": their_rates, "ratio": ratio.median, "ratio_spread": ratio.spread}
-        if threads == 1:
+        if _by_cpu_time(threads, rounds):
             cpu = summary(list(paired_ratios(_cpu_rates(trial, rounds.ours), _cpu_rates(trial, runs))))
             peer |= {"against_cpu_tokens_per_s": statistics.median(_cpu_rates(trial, runs))}
             peer |= {"cpu_ratio": cpu.median, "cpu_ratio_spread": cpu.spread}
         peers.append(peer)
-    measure = "against_cpu_tokens_per_s" if threads == 1 else "against_tokens_per_s"
+    measure = "against_cpu_tokens_per_s" if _by_cpu_time(threads, rounds) else "against_tokens_per_s"
     best = max(peers, key=lambda peer: peer[measure], default={})
     return dict.fromkeys(PEER_FIGURES) | best | {"peers": peers}
 
 
+def _by_cpu_time(threads: int, rounds: Rounds) -> bool:
+    on_card = any(run.card for run in rounds.ours)
+    told = all(run.cpu_seconds is not None for runs in rounds.theirs.values() for run in runs)
+    return threads == 1 and told and not on_card
+
+
 def _cpu_rates(trial: Trial, runs: Sequence[EngineRun] | Sequence[PeerRun]) -> list[float]:
-    return [trial.count / run.cpu_seconds for run in runs]
+    return [trial.count / run.cpu_seconds for run in runs if run.cpu_seconds is not None]
 
 
 def kind_rows(

@@ -50,6 +50,7 @@ DAEMON_OPTIONS = (
     ("cache_ram", "cache_ram", "--cache-ram"),
     *DRAFT_OPTIONS,
     ("card_memory", "card_memory", "--card-memory"),
+    ("step_ahead", "step_ahead", "--step-ahead"),
 )
 
 
@@ -290,6 +291,12 @@ def add_plan_options(group: argparse._ActionsContainer) -> None:
     )
     group.add_argument(
         "--card-memory", type=byte_count, metavar="SIZE", help="use at most so much of a card's memory, such as 24GiB"
+    )
+    group.add_argument(
+        "--step-ahead",
+        type=positive,
+        metavar="N",
+        help="greedy decoding on a card: run up to N more steps before looking at a step's tokens (default 0; new)",
     )
 
 

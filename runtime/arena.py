@@ -8,7 +8,7 @@ Four named segments in /dev/shm, created by the coordinator and attached by the 
 | segment     | regions                                                                    |
 |-------------|----------------------------------------------------------------------------|
 | control     | control block, step record, stage timings, words of the engram I/O process |
-|             | and of hand-offs with a card (`hand_off`)                                  |
+|             | and of hand-offs with a card (`hand_off`), times of both (`leg_times`)     |
 | activations | every Buffer of the program, logits included: one row after another; table |
 |             | rows that the engram I/O process brings (`engram_record`)                  |
 | scratch     | what the kernels asked for by name while the program was lowered           |
@@ -44,6 +44,7 @@ from bloomery.runtime.cache_types import CacheType, stored_dtype
 from bloomery.runtime.engram_record import engram_bytes, engram_tables
 from bloomery.runtime.errors import BloomeryError, PlanError
 from bloomery.runtime.hand_off import hand_off_bytes
+from bloomery.runtime.leg_times import leg_bytes
 from bloomery.runtime.memory_limits import available_memory
 from bloomery.runtime.ops_hand_off import HandOffWait
 from bloomery.runtime.program import Buffer, CacheState, Program
@@ -115,7 +116,7 @@ def aligned(count: int, alignment: int) -> int:
 class ArenaLayout:
     """Where everything is. `regions` maps names (`control`, `record`, `ticks`, `buffer:NAME`, `scratch:NAME`,
     `state:NAME`, `engram`, `engram_rows:SITE`, `engram_places:SITE`,
-    `hand_off`) to regions, `segments` maps segments to bytes,
+    `hand_off`, `leg_times`) to regions, `segments` maps segments to bytes,
     `digest` is the hash of all of it."""
 
     def __init__(self, program: Program, shape: ArenaShape, lowered: Lowered) -> None:
@@ -135,6 +136,9 @@ class ArenaLayout:
             self._add("cache", f"state:{state.name}", shape.slots * self.slot_stride(state.name))
         if any(isinstance(op, HandOffWait) for op in program.ops):
             self._add("control", "hand_off", hand_off_bytes(shape.processes))
+        if shape.cards:
+            last = max((op.index for op in program.ops if isinstance(op, HandOffWait)), default=-1)
+            self._add("control", "leg_times", leg_bytes(last + 1))
         if program.engram:
             tables, places = engram_tables(program), shape.max_rows * program.engram.buckets
             self._add("control", "engram", engram_bytes(len(tables)))

@@ -21,13 +21,15 @@ from bloomery.runtime import runtime_files
 from bloomery.runtime.arena import Arena, ArenaLayout, ArenaShape, Lowered
 from bloomery.runtime.cache_types import CacheType
 from bloomery.runtime.errors import StepAborted
-from bloomery.runtime.executor import StateSnapshot, StepResult, StepRows, check_rows
+from bloomery.runtime.executor import MOST_AHEAD, StateSnapshot, StepResult, StepRows, check_rows
 from bloomery.runtime.expert_tiers import ExpertTiers
 from bloomery.runtime.host_pool import IDLE_SPIN_NS, hand_off_ns, quiet_seconds, stall_seconds, worker_starts
+from bloomery.runtime.leg_times import LegWords, StepLegs
 from bloomery.runtime.memory_terms import CARD_ROWS, LOGITS_BYTES
 from bloomery.runtime.program import Program
 from bloomery.runtime.slot_states import SlotStates
 from bloomery.runtime.split_program import host_part
+from bloomery.runtime.stage_ticks import op_ticks
 from bloomery.runtime.states import element_type
 from bloomery.runtime.step_runner import StepRunner
 from bloomery.runtime.worker_group import Progress, WorkerGroup
@@ -99,6 +101,9 @@ class CardPool:
         self._results = shared if whole else [np.empty((self._max_out_rows, *a.shape[1:]), a.dtype) for a in shared]
         self._stepping = self._aborted = False
         self._facts: dict[str, Any] = {}
+        self._labels, self._tick_rate = labels, 0.0
+        self._legs: LegWords | None = None
+        self._step_legs: list[StepLegs] = []
         atexit.register(self.close)
 
     @classmethod
@@ -114,6 +119,7 @@ class CardPool:
         card: int = 0,
         tiers: ExpertTiers | None = None,
         processes: int = 1,
+        time_legs: bool = False,
         progress: Progress = lambda stage, done, total: None,
         workload: str = CARD_WORKLOAD,
         host_workload: str = EXPERT_WORKLOAD,
@@ -121,10 +127,11 @@ class CardPool:
         """Starts the workers and returns when they can run steps.
 
         `tiers` says which experts lie on the card (None: all); for the others there are so many CPU-expert
-        `processes`. `progress(stage, done, total)` is called with the stages "spawn", "compile", "load", "upload"
-        (bytes) and "card kernels". `workload` and `host_workload` name what makes the card's executor and the hosts'
-        stages. Raises ModelFileError and PlanError as the workers found them (no PyCUDA, driver, compiler or card;
-        memory that does not suffice), PlanError if the arena does not fit, WorkerLost.
+        `processes`. With `time_legs` both sides tell how long they take (`leg_times`). `progress(stage, done, total)`
+        is called with the stages "spawn", "compile", "load", "upload" (bytes) and "card kernels". `workload` and
+        `host_workload` name what makes the card's executor and the hosts' stages. Raises ModelFileError and PlanError
+        as the workers found them (no PyCUDA, driver, compiler or card; memory that does not suffice), PlanError if the
+        arena does not fit, WorkerLost.
         """
         runtime_files.sweep()
         hand_offs = tiers.host_layers if tiers else ()
@@ -133,8 +140,9 @@ class CardPool:
         rows, hosts = (min(max_rows, CARD_ROWS), processes) if hand_offs else (max_rows, 0)
         shape = ArenaShape(context, slots, rows, min(rows, max_out_rows), hosts, cache_type, cards=1)
         name = f"cards{next(_pool_numbers)}"
-        starts = worker_starts(model_path, program, shape, False, host_workload, hand_offs=hand_offs)
-        starts.append(card_start(model_path, program, shape, workload, card, hand_offs, tiers.text() if tiers else ""))
+        starts = worker_starts(model_path, program, shape, time_legs, host_workload, hand_offs=hand_offs)
+        text = tiers.text() if tiers else ""
+        starts.append(card_start(model_path, program, shape, workload, card, hand_offs, text, time_legs))
         group = WorkerGroup(name, starts, quiet_seconds())
         arena: Arena | None = None
         try:
@@ -144,12 +152,16 @@ class CardPool:
             arena = Arena.create(
                 f"{runtime_files.owner_name()}-{name}", ArenaLayout(host_part(program, hand_offs), shape, lowered)
             )
+            ready: dict[int, dict[str, Any]] = {}
             if hosts:
                 group.compile(range(hosts), hellos[0]["kernels"], progress)
-                group.attach(range(hosts), arena, lowered, progress)
+                ready = group.attach(range(hosts), arena, lowered, progress)
             facts = group.attach([hosts], arena, lowered, progress)[hosts]["facts"]
             pool = cls(group, arena, program, lowered, labels, (max_rows, max_out_rows))
             pool._facts = {**facts, "expert_share_on_card": tiers.share if tiers else 1.0}
+            if time_legs:
+                pool._legs = LegWords(arena.memory("leg_times"), hand_offs)
+                pool._tick_rate = ready[0]["tick_rate"] if hosts else 0.0
         except BaseException:
             group.end(0.0)
             if arena is not None:
@@ -166,6 +178,11 @@ class CardPool:
     @property
     def max_rows(self) -> int:
         return self._max_rows
+
+    @property
+    def group_rows(self) -> int:
+        """Rows that the workers take at once: with experts on the host a step of more runs in groups."""
+        return self._shape.max_rows
 
     @property
     def max_out_rows(self) -> int:
@@ -190,7 +207,10 @@ class CardPool:
                 if self._aborted:
                     raise StepAborted(f"aborted before row {part.positions[0]}")
                 seconds += self._runner.step(part, partial(self._states.reach.begin, part))
-                wanted = len(part.out_rows)
+                if self._legs and (legs := self._legs.read(self._runner.step_number)):
+                    each = StepLegs(legs.card_ns // (1 + part.ahead), legs.hand_offs)
+                    self._step_legs += [each] * (1 + part.ahead)
+                wanted = len(part.out_rows) * (1 + part.ahead)
                 if self._results is not self._shared:
                     for kept, shared in zip(self._results, self._shared, strict=True):
                         kept[done : done + wanted] = shared[:wanted]
@@ -200,6 +220,13 @@ class CardPool:
                 self._stepping = False
         logits, greedy, *hidden = (array[:done] for array in self._results)
         return StepResult(logits, greedy, seconds, hidden[0] if hidden else None)
+
+    def most_ahead(self, rows: int) -> int:
+        """None with experts on the host, whose workers take a step for each step of the card, nor with n-gram tables,
+        whose rows are numbered on the host."""
+        if self._shape.processes or self._program.engram or rows > CARD_ROWS:
+            return 0
+        return max(0, min(MOST_AHEAD, self._max_out_rows // rows - 1))
 
     def announce(self) -> None:
         self._stepping, self._aborted = True, False
@@ -263,6 +290,20 @@ class CardPool:
     def statistics(self) -> dict[str, Any]:
         return {"executor": "card", "processes": self._shape.processes, **self._facts, **self._runner.statistics()}
 
+    def step_legs(self) -> list[StepLegs]:
+        """With `time_legs`: what the card told of every step since the start, or since this was last asked for."""
+        legs, self._step_legs = self._step_legs, []
+        return legs
+
+    def op_seconds(self) -> dict[str, tuple[float, float]]:
+        """With `time_legs`: for each op of the host's part the seconds that a rank has spent in its kernels and at its
+        barriers since the start, the mean of all ranks; empty where no expert lies on the host."""
+        if not self._tick_rate:
+            return {}
+        ranks = self._shape.processes * self._tick_rate
+        ticks = op_ticks(self._arena, self._labels, self._lowered.stages)
+        return {name: (kernel / ranks, barrier / ranks) for name, (kernel, barrier) in ticks.items()}
+
     def close(self) -> None:
         if self._runner.close():
             atexit.unregister(self.close)
@@ -270,6 +311,9 @@ class CardPool:
 
 def _groups(rows: StepRows, most: int) -> Iterator[StepRows]:
     """The step in groups of so many rows, in order; the wanted rows of each are counted from its own first."""
+    if rows.ahead:
+        yield rows
+        return
     for first in range(0, len(rows.tokens), most):
         part = slice(first, first + most)
         wanted = rows.out_rows[(rows.out_rows >= first) & (rows.out_rows < first + most)] - np.int32(first)
@@ -284,6 +328,7 @@ def card_start(
     card: int,
     hand_offs: tuple[int, ...],
     tiers: str,
+    time_legs: bool,
 ) -> CardStart:
     """The start of the worker of a card: not pinned, the last of the ranks."""
     return CardStart(
@@ -298,7 +343,7 @@ def card_start(
         spins=0,
         idle_ns=IDLE_SPIN_NS,
         deadline_ns=int(1e9 * stall_seconds()),
-        time_stages=False,
+        time_stages=time_legs,
         workload=workload,
         taps=program.taps,
         target=program.target,

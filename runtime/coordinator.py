@@ -235,6 +235,7 @@ class Daemon:
             queue_limit=self._config.queue_limit,
             snapshot_bytes=max(0, plan.term("snapshots") - draft_bytes),
             drafting=Drafting(draft, draft_limits(self._config), max_rows) if draft else None,
+            step_ahead=self._config.step_ahead,
         )
         engine.prepare()
         self._start_engine(engine)

@@ -15,12 +15,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from bloomery.runtime.drafts.drafting import Drafting
 from bloomery.runtime.engine_counters import EngineCounters
 from bloomery.runtime.errors import RequestError, StepAborted, WorkerLost
-from bloomery.runtime.executor import InPieces, StepExecutor, StepResult, StepRows
+from bloomery.runtime.executor import InPieces, StepExecutor, StepResult
 from bloomery.runtime.requests import Event, Failed, GenerationRequest
 from bloomery.runtime.sampling_checks import check_integer
 from bloomery.runtime.sampling_tools import SamplingTools
@@ -29,6 +27,7 @@ from bloomery.runtime.sequence import Sequence, Sink, Why
 from bloomery.runtime.slot_errands import Errand, as_failure, slot_errand
 from bloomery.runtime.slots import SlotPool, Taking
 from bloomery.runtime.snapshot_cache import SnapshotCache
+from bloomery.runtime.step_rows import step_rows
 
 if TYPE_CHECKING:
     from bloomery.runtime.chat_template import ChatTemplate
@@ -57,12 +56,14 @@ class Engine:
         queue_limit: int = 64,
         snapshot_bytes: int = 0,
         drafting: Drafting | None = None,
+        step_ahead: int = 0,
     ) -> None:
-        """`snapshot_bytes`: what states of conversations without a slot may take (`snapshot_cache`)."""
+        """`snapshot_bytes`: what states of conversations without a slot may take (`snapshot_cache`). `step_ahead`: how
+        many steps may follow one without a look at its tokens, where all are chosen greedily."""
         assert executor.slots <= min(executor.max_rows, executor.max_out_rows)
         self._executor, self._tokenizer, self._template = executor, tokenizer, template
         self._tools, self._drafting = SamplingTools(tokenizer), drafting
-        self._queue_limit = queue_limit
+        self._queue_limit, self._step_ahead = queue_limit, step_ahead
         self._snapshots = SnapshotCache(executor, snapshot_bytes)
         pieces = executor.copy_pieces if isinstance(executor, InPieces) else None
         self._pool = SlotPool(executor.slots, executor.copy_prefix, executor.continuable, self._snapshots, pieces)
@@ -72,7 +73,7 @@ class Engine:
         self._preparing: dict[bytes, Why | None] = {}  # being tokenised; with the reason to end, if one came meanwhile
         self._queue: deque[Sequence] = deque()
         self._known: dict[bytes, Sequence] = {}  # queued and running
-        self._step_of: tuple[Sequence, ...] = ()  # whom the running step is for, if it has prompt rows
+        self._step_of: tuple[Sequence, ...] = ()  # whom the running step is for, if it may take long
         self._errands: list[Errand] = []  # what to do with slots once they are idle
         self._running: list[Sequence] = []  # in order of admission; changed by the engine's thread alone
         self._arriving: list[tuple[Sequence, Taking]] = []  # out of the queue; their slots are being made ready
@@ -107,7 +108,8 @@ class Engine:
 
     def abort(self, request_id: bytes, failure: RequestError | None = None) -> bool:
         """Ends a request: Final(reason="aborted"), or Failed if a failure is given. A queued one ends at once, a
-        running one after the step; a prompt step that serves no other request is cut short. False if it is unknown."""
+        running one after the step; a prompt step or steps ahead that serve no other request are cut short. False if it
+        is unknown."""
         why: Why = failure or "aborted"
         with self._lock:
             if request_id in self._preparing:
@@ -256,15 +258,21 @@ class Engine:
         if self._drafting and not prompt_rows:
             parts = self._drafting.extend(parts)
         out_rows = [sequence.out_rows(rows) for sequence, rows in parts]
-        result = self._step(parts, out_rows, prompt_rows > 0)
+        ahead = 0 if prompt_rows or self._drafting else self._ahead_of(parts)
+        result = self._step(parts, out_rows, prompt_rows > 0, ahead)
         if result is None:
             return True
-        rows_in_all = sum(rows for _, rows in parts)
+        rows_in_all = sum(rows for _, rows in parts) * (1 + ahead)
         self._scheduler.observe(rows_in_all, prompt_rows, streams, result.seconds)
         longest = max(sequence.length for sequence, _ in parts)
         self._counters.step(rows_in_all, prompt_rows, result.seconds, len(parts), longest)
         first = generated = 0
-        for (sequence, rows), outs in zip(parts, out_rows, strict=True):
+        for number, (sequence, _) in enumerate(parts) if ahead else ():
+            mine = slice(number, None, len(parts))
+            before = sequence.generated
+            self._deliver(sequence, sequence.accept_ahead(result.logits[mine], result.greedy[mine]))
+            generated += sequence.generated - before
+        for (sequence, rows), outs in zip(parts, out_rows, strict=True) if not ahead else ():
             logits, greedy = result.logits[first : first + outs], result.greedy[first : first + outs]
             hidden = None if result.hidden is None else result.hidden[first : first + outs]
             first += outs
@@ -276,6 +284,13 @@ class Engine:
         if self._drafting and not prompt_rows:
             self._drafting.learn(parts, result.seconds)
         return True
+
+    def _ahead_of(self, parts: list[tuple[Sequence, int]]) -> int:
+        """How many steps may follow that of these streams: none that would keep a waiting request waiting."""
+        if not self._step_ahead or self._queue or self._errands:
+            return 0
+        room = min(sequence.ahead_room for sequence, _ in parts)
+        return min(self._step_ahead, room, self._executor.most_ahead(len(parts))) if room else 0
 
     def _prepare(self, request: GenerationRequest, sink: Sink) -> Sequence:
         request_id = request.request_id
@@ -379,10 +394,14 @@ class Engine:
         for errand in able:
             errand.run()
 
-    def _step(self, parts: list[tuple[Sequence, int]], out_rows: list[int], prompt: bool) -> StepResult | None:
-        """Runs a step; None if it has no result. Nothing is recorded of such a step: its rows are computed again."""
-        rows = step_rows(parts, out_rows)
-        if prompt:
+    def _step(
+        self, parts: list[tuple[Sequence, int]], out_rows: list[int], prompt: bool, ahead: int
+    ) -> StepResult | None:
+        """Runs a step; None if it has no result. Nothing is recorded of such a step: its rows are computed again. One
+        with prompt rows, or that others follow, is cut short once nobody wants it any more."""
+        rows = step_rows(parts, out_rows, ahead)
+        long = prompt or ahead > 0
+        if long:
             with self._lock:
                 self._step_of = tuple(sequence for sequence, _ in parts)
                 if self._closed or all(sequence.interrupted for sequence in self._step_of):
@@ -403,7 +422,7 @@ class Engine:
             for sequence, _ in parts:
                 self._deliver(sequence, sequence.interrupt(failure))
         finally:
-            if prompt:
+            if long:
                 with self._lock:
                     self._step_of = ()
         return None
@@ -467,23 +486,6 @@ class Engine:
             errand.result.set_exception(failure)
         for sequence in queued:
             self._deliver(sequence, sequence.interrupt(failure))
-
-
-def step_rows(parts: list[tuple[Sequence, int]], out_rows: list[int]) -> StepRows:
-    """The next rows of each sequence, one sequence after the other; the last `out_rows` of each want logits."""
-    total = sum(rows for _, rows in parts)
-    tokens, slots, positions = np.empty((3, total), dtype=np.int32)
-    wanted: list[int] = []
-    end = 0
-    for (sequence, rows), outs in zip(parts, out_rows, strict=True):
-        slot = sequence.slot
-        assert slot is not None
-        begin, end = end, end + rows
-        tokens[begin:end] = sequence.tokens[slot.count : slot.count + rows]
-        slots[begin:end] = slot.index
-        positions[begin:end] = np.arange(slot.count, slot.count + rows)
-        wanted.extend(range(end - outs, end))
-    return StepRows(tokens, slots, positions, np.array(wanted, dtype=np.int32))
 
 
 def shutting_down() -> RequestError:

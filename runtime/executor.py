@@ -4,23 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+
+MOST_AHEAD: Final = 15
+"""Steps that may follow one without a look: what they leave in a ring can be taken back (`arena.LEAST_SPARE`)."""
 
 
 @dataclass(frozen=True)
 class StepRows:
     """The rows of one step: token, slot and position of each (int32, R), and the indices (int32, O, ascending) of the
     rows whose logits are wanted. Rows of one slot are in ascending, consecutive order of position. `inputs` fills the
-    buffers that the program wants filled (float32, R x width)."""
+    buffers that the program wants filled (float32, R x width).
+
+    With `ahead` the step is followed by so many more without a look in between: each row's greedy token is its token of
+    the next one, at the next position. All rows are wanted then, and each is of another slot."""
 
     tokens: NDArray[np.int32]
     slots: NDArray[np.int32]
     positions: NDArray[np.int32]
     out_rows: NDArray[np.int32]
     inputs: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    ahead: int = 0
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.slots) == len(self.positions) > 0
@@ -31,7 +38,7 @@ class StepRows:
 class StepResult:
     """logits (float32, O x V), greedy tokens (int32, O), the rows that the logits were made of (float32, O x width;
     None if the program's last op is no plain product) and the buffers that the program reports (float32, R or O x
-    width): views that are valid until the next step."""
+    width): views that are valid until the next step. Of steps ahead the results follow, R rows each."""
 
     logits: NDArray[np.float32]
     greedy: NDArray[np.int32]
@@ -74,6 +81,9 @@ class StepExecutor(Protocol):
 
     def step(self, rows: StepRows) -> StepResult:
         """Runs one step to its end. Raises StepAborted after `abort`, WorkerLost if a worker died, hung or failed."""
+
+    def most_ahead(self, rows: int) -> int:
+        """How many steps a step of so many rows may be followed by (`StepRows.ahead`); 0: none."""
 
     def announce(self) -> None:
         """The next call is `step`: from now on `abort` is meant for that step, also before it has begun."""
@@ -129,10 +139,16 @@ def check_rows(rows: StepRows, executor: StepExecutor, vocabulary: int) -> None:
     overwrite another sequence's cache without a trace."""
     if len(rows.tokens) > executor.max_rows or len(rows.out_rows) > executor.max_out_rows:
         raise ValueError(f"{len(rows.tokens)} rows, {len(rows.out_rows)} wanted: more than the executor serves")
+    if rows.ahead:
+        distinct = len(np.unique(rows.slots)) == len(rows.slots)
+        if not distinct or len(rows.out_rows) != len(rows.tokens):
+            raise ValueError("steps ahead are for rows of different slots, all of them wanted")
+        if not 0 <= rows.ahead <= executor.most_ahead(len(rows.tokens)):
+            raise ValueError(f"{rows.ahead} steps ahead of {len(rows.tokens)} rows: more than the executor serves")
     limits = (
         ("token", rows.tokens, vocabulary),
         ("slot", rows.slots, executor.slots),
-        ("position", rows.positions, executor.context),
+        ("position", rows.positions + np.int32(rows.ahead), executor.context),
         ("wanted row", rows.out_rows, len(rows.tokens)),
     )
     for what, values, limit in limits:

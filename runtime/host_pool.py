@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.runtime import router_choices, runtime_files
-from bloomery.runtime.arena import TICKS_PER_STAGE, Arena, ArenaLayout, ArenaShape, Lowered
+from bloomery.runtime.arena import Arena, ArenaLayout, ArenaShape, Lowered
 from bloomery.runtime.cache_support import check_cache_type
 from bloomery.runtime.cache_types import CacheType
 from bloomery.runtime.cpu_limits import affinity_mask, cpu_quota
@@ -37,6 +37,7 @@ from bloomery.runtime.host_weights import (
 from bloomery.runtime.memory_terms import LOGITS_BYTES
 from bloomery.runtime.program import Program
 from bloomery.runtime.slot_states import SlotStates
+from bloomery.runtime.stage_ticks import op_ticks
 from bloomery.runtime.step_runner import StepRunner
 from bloomery.runtime.topology import Topology, default_processes
 from bloomery.runtime.weight_loading import fill_weights, lock_weights, own_facts
@@ -252,6 +253,9 @@ class HostPool:
         reports = {name: buffer[: counts[kind]] for name, (buffer, kind) in self._reports.items()}
         return StepResult(self._logits[:wanted], self._greedy[:wanted], seconds, hidden, reports)
 
+    def most_ahead(self, rows: int) -> int:
+        return 0  # its workers' steps follow each other within microseconds anyway
+
     def _check(self, rows: StepRows) -> None:
         check_rows(rows, self, self._vocabulary)
         for name, buffer in self._inputs.items():
@@ -339,12 +343,7 @@ class HostPool:
     def op_ticks(self) -> dict[str, tuple[int, int]]:
         """With `time_stages`: for each op name the time stamp counter's ticks that all ranks together have spent in its
         kernels and at its barriers since the start. Read it between steps."""
-        ticks = self._arena.memory("ticks").view(np.int64).reshape(-1, self._lowered.stages, TICKS_PER_STAGE)
-        sums: dict[str, tuple[int, int]] = {}
-        for label, (kernel, barrier) in zip(self._labels, ticks.sum(axis=0)):
-            before = sums.get(label, (0, 0))
-            sums[label] = (before[0] + int(kernel), before[1] + int(barrier))
-        return sums
+        return op_ticks(self._arena, self._labels, self._lowered.stages)
 
     def close(self) -> None:
         if self._runner.close():

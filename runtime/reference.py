@@ -25,7 +25,7 @@ from bloomery.runtime.cache_types import (
 from bloomery.runtime.dequantised_weights import DequantisedWeights
 from bloomery.runtime.engram_hash import NO_TOKEN
 from bloomery.runtime.errors import StepAborted
-from bloomery.runtime.executor import StateSnapshot, StepResult, StepRows
+from bloomery.runtime.executor import MOST_AHEAD, StateSnapshot, StepResult, StepRows
 from bloomery.runtime.ops_deepseek4 import (
     EngramGate,
     EngramRows,
@@ -91,6 +91,7 @@ from bloomery.runtime.reference_ops import (
     swiglu,
 )
 from bloomery.runtime.slot_states import SlotStates
+from bloomery.runtime.steps_ahead import single_steps
 
 MAX_LOGITS_BYTES = 64 << 20
 
@@ -118,7 +119,7 @@ class ReferenceExecutor:
             check_cache_type(program, cache_type)
         self.program = program
         self.dtype = np.dtype(dtype)
-        self._context, self._slots, self._max_rows = context, slots, max_rows
+        self._context, self._slots, self._max_rows, self._spare = context, slots, max_rows, spare
         most = MAX_LOGITS_BYTES // (4 * program.vocabulary)
         self._max_out_rows = min(max_rows, max(slots, most, 1))
         self._weights = DequantisedWeights(program, self.dtype, weight_bytes)
@@ -155,6 +156,9 @@ class ReferenceExecutor:
 
     # -- StepExecutor -------------------------------------------------------------------------------------------------
     def step(self, rows: StepRows) -> StepResult:
+        if rows.ahead:
+            self._check(rows)
+            return single_steps(self.step, rows)
         started = time.perf_counter()
         if not self._running:
             self.announce()
@@ -178,6 +182,9 @@ class ReferenceExecutor:
         rows_made_of = None if hidden is None else hidden.astype(np.float32, copy=False)
         reports = {name: self._buffers[name].astype(np.float32, copy=False) for name in self.program.reports}
         return StepResult(logits, self._buffers[self.program.argmax][:, 0], seconds, rows_made_of, reports)
+
+    def most_ahead(self, rows: int) -> int:
+        return max(0, min(MOST_AHEAD, self._spare, self.max_out_rows // rows - 1))
 
     def announce(self) -> None:
         with self._lock:

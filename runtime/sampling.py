@@ -65,6 +65,11 @@ class Sampler:
         greedy = self._chain is None and np.float32(self.parameters.temperature) == 0
         self._random = None if greedy else RandomStream(self.seed)
 
+    @property
+    def takes_greatest(self) -> bool:
+        """Whether it chooses the greatest logit, but for what bias forbids."""
+        return self._random is None and not self._penalises
+
     def choose(self, logits: Row, greedy: int, history: NDArray[np.int32]) -> int:
         """The next token after `history` (int32: prompt and generated tokens), given its logits (float32, V) and the
         executor's argmax of them. Raises RequestError if no token can be chosen."""

@@ -150,6 +150,13 @@ class Sequence:
         room = min(self._limit - self.generated - 1, self._context - self.length)
         return max(0, room if wanted is None else min(room, wanted))
 
+    @property
+    def ahead_room(self) -> int:
+        """How many steps may follow its next one without a look, on the greedy tokens: none if it chooses otherwise."""
+        if self._pool or self.prompt_left or self.rows_left != 1 or self._constraint or not self.sampler.takes_greatest:
+            return 0
+        return max(0, min(self._limit - self.generated - 1, self._context - self.length))
+
     def guess(self, tokens: List[int], accepted: int | None) -> None:
         """Its next rows check these tokens, at most `guess_room`. `accepted` of them are taken whatever the model says,
         and no more, if that is not None (synthetic acceptance)."""
@@ -216,6 +223,19 @@ class Sequence:
         if self.request.logits == "generated":
             rows_of_logits = logits[-1:].copy()
         yield from self._generate(logits[-1], int(greedy[-1]), scores, rows_of_logits)
+
+    def accept_ahead(self, logits: NDArray[np.float32], greedy: NDArray[np.int32]) -> Iterator[Event]:
+        """Takes the results of its next row and of the steps that followed it on greedy tokens, one after the other, as
+        long as those are the tokens that it chooses and nothing ends it. What later steps left in the slot is not
+        counted, and computed again."""
+        assert self.slot is not None
+        for row, fed in enumerate(greedy.tolist()):
+            self.slot.count += 1
+            shown = logits[row : row + 1].copy() if self.request.logits != "none" else None
+            place = self.length
+            yield from self._generate(logits[row], fed, (), shown)
+            if self.ended or self.interrupted or self.tokens[place] != fed:
+                return
 
     def _check_guess(self, guessed: int, logits: NDArray[np.float32], greedy: NDArray[np.int32]) -> Iterator[Event]:
         """Takes the row of the last token and those of guessed ones, one after the other, as if each had had a step of

@@ -53,7 +53,7 @@ class SlotReach:
             self.require(slot, int(positions[0]))
         for slot, positions in runs:
             low = self._low[slot] if positions[0] else 0
-            self._high[slot] = int(positions[-1]) + 1
+            self._high[slot] = int(positions[-1]) + 1 + rows.ahead
             self._low[slot] = max(low, self._high[slot] - self._spare - 1)
             self._whole[slot] = max(self._whole[slot], self._high[slot])
 

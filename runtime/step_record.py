@@ -54,9 +54,10 @@ STATUS = LINE + 8
 DETAIL = LINE + 16
 SLEEPING = LINE + 24
 
-# Step record: R, O, then four int32 arrays.
+# Step record: R, O, steps ahead (which ranks of the host never see: they are 0 then), four int32 arrays.
 ROWS = 0
 OUT_ROWS = 8
+AHEAD = 16
 RECORD_ARRAYS = ("tokens", "slots", "positions", "out_rows")
 
 
@@ -87,7 +88,7 @@ class StepRecord:
     (uint8, record_bytes)."""
 
     def __init__(self, memory: NDArray[np.uint8], max_rows: int) -> None:
-        self._counts = memory[: 2 * 8].view(np.int64)
+        self._counts = memory[: 3 * 8].view(np.int64)
         starts = [record_array_offset(index, max_rows) for index in range(len(RECORD_ARRAYS))]
         self._arrays = [memory[start : start + 4 * max_rows].view(np.int32) for start in starts]
 
@@ -95,6 +96,7 @@ class StepRecord:
         count = len(rows.tokens)
         self._counts[0] = count
         self._counts[1] = len(rows.out_rows)
+        self._counts[2] = rows.ahead
         tokens, slots, positions, out_rows = self._arrays
         tokens[:count] = rows.tokens
         slots[:count] = rows.slots
@@ -113,7 +115,8 @@ class StepRecord:
         if not count:
             return None
         tokens, slots, positions, out_rows = self._arrays
-        return StepRows(tokens[:count], slots[:count], positions[:count], out_rows[:wanted])
+        ahead = int(self._counts[2])
+        return StepRows(tokens[:count], slots[:count], positions[:count], out_rows[:wanted], ahead=ahead)
 
     def write_drill(self) -> None:
         """No rows: the ranks meet at their barriers and run no stage."""

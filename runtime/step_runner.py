@@ -69,11 +69,16 @@ class StepRunner:
             if self._engram:
                 self._engram.check(self._control.step)
         seconds = time.perf_counter() - begun
-        self._counts["steps"] += 1
-        self._counts["rows"] += len(rows.tokens)
+        self._counts["steps"] += 1 + rows.ahead
+        self._counts["rows"] += len(rows.tokens) * (1 + rows.ahead)
         self._seconds_last = seconds
         self._seconds_total += seconds
         return seconds
+
+    @property
+    def step_number(self) -> int:
+        """Of the running step, or of the last one."""
+        return self._control.step
 
     def drill(self) -> None:
         """A step without rows: proves that all ranks wake up, meet at their barriers and report. An abort that was

@@ -62,8 +62,9 @@ def library(file: str, quant_type: str) -> ctypes.CDLL:
     )
     parts = [text, (KIT / "emulator.h").read_text(), *(p.read_text() for p in sorted(KERNELS.glob("*.cu*")))]
     # without -fno-gnu-unique the loader gives the static memory of a template's functions to all libraries in common,
-    # though each quant type has its own size of it
-    options = ["-O1", "-w", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-gnu-unique"]
+    # though each quant type has its own size of it; without -Bsymbolic a kernel with the name of a function of the C
+    # library (`send`) would be that function
+    options = ["-O1", "-w", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-gnu-unique", "-Wl,-Bsymbolic"]
     digest = hashlib.sha256("\0".join([*parts, *options, quant_type]).encode()).hexdigest()[:20]
     folder = cache_folder().parent / "emulated"
     folder.mkdir(exist_ok=True)

@@ -22,6 +22,7 @@ from bloomery.runtime.errors import PlanError, StepAborted
 from bloomery.runtime.executor import StepResult, StepRows
 from bloomery.runtime.expert_tiers import ExpertTiers
 from bloomery.runtime.hand_off import BUFFERS, HandOffWords, target
+from bloomery.runtime.leg_times import BEGUN, SEEN, SENT, LegWords
 from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.ops_hand_off import HandOffReceive, HandOffSend
 from bloomery.runtime.program import Op, Program, RoutedExperts
@@ -42,6 +43,11 @@ class CardSide:
         self.words = HandOffWords(arena.memory("hand_off"))
         self.control = RankWords(arena.memory("control"), start.rank, start.shape.ranks)
         self._arena = arena
+        self._legs = LegWords(arena.memory("leg_times"), start.hand_offs) if start.time_stages else None
+
+    def _note(self, index: int, which: int) -> None:
+        if self._legs:
+            self._legs.note_hand_off(index, which, time.monotonic_ns())
 
     def on_host(self, gate: str, ids: NDArray[Any]) -> NDArray[np.bool_]:
         return np.isin(ids, self._tiers.on_card[gate], invert=True)
@@ -55,9 +61,11 @@ class CardSide:
             if count < ids.shape[1]:
                 to_ids[row, count] = -1  # what stands behind it is of earlier steps
         self.words.card_flag = target(self.control.step, index)
+        self._note(index, SENT)
 
     def receive(self, index: int, kind: str, rows: int, width: int) -> NDArray[Any]:
         step, begun = self.control.step, time.monotonic_ns()
+        self._note(index, BEGUN)
         wanted = target(step, index)
         for rank in range(self._start.shape.processes):
             while self.words.rank_flag(rank) < wanted:
@@ -66,6 +74,7 @@ class CardSide:
                 if time.monotonic_ns() - begun > self._start.hand_off_ns:
                     raise HandOffLate(rank)
                 time.sleep(1e-5)
+        self._note(index, SEEN)
         return self._arena.buffer(BUFFERS[kind][3])[:rows, :width].copy()
 
 
@@ -78,17 +87,22 @@ class StandInExecutor(ReferenceExecutor):
         is_cut: Callable[[], bool],
         side: CardSide | None,
         trouble: tuple[int, int, bool],
+        on_end: Callable[[int], None] | None = None,
         **sizes: Any,
     ) -> None:
         super().__init__(program, **sizes)
-        self._is_cut, self._side = is_cut, side
+        self._is_cut, self._side, self._on_end = is_cut, side, on_end
         self._crash, self._stuck, self._slow = trouble
 
     def step(self, rows: StepRows) -> StepResult:
         if self._crash and self._steps + 1 == self._crash:
             print(f"CardError: {CRASH}", file=sys.stderr, flush=True)
             os._exit(3)
-        return super().step(rows)
+        begun = time.monotonic_ns()
+        result = super().step(rows)
+        if self._on_end:
+            self._on_end(time.monotonic_ns() - begun)
+        return result
 
     def _execute(self, op: Op, rows: StepRows) -> None:
         if self._slow:
@@ -139,7 +153,15 @@ class StandInWorkload:
         if self._start.hand_offs:
             side = CardSide(self._start, arena, ExpertTiers.of_text(self.program, self._start.tiers))
         program = card_part(self.program, self._start.hand_offs)
-        return StandInExecutor(program, is_cut, side, self._trouble, **sizes, cache_type=shape.cache_type)
+        on_end: Callable[[int], None] | None = None
+        if self._start.time_stages:
+            legs = LegWords(arena.memory("leg_times"), self._start.hand_offs)
+            control = RankWords(arena.memory("control"), self._start.rank, shape.ranks)
+
+            def on_end(ns: int) -> None:
+                legs.note(control.step, ns)
+
+        return StandInExecutor(program, is_cut, side, self._trouble, on_end, **sizes, cache_type=shape.cache_type)
 
     def facts(self) -> dict[str, Any]:
         return {"card": "stand-in", "architecture": "numpy"}

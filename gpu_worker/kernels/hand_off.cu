@@ -11,6 +11,7 @@ constexpr int STAGE_BITS = 20;
 constexpr word TOLD = 1, LATE = 2;
 constexpr int LOOKS = 32;  // at a flag between two looks at everything else
 
+#ifndef EMULATED
 DEVICE void store_release(word* p, word value) {
     asm volatile("st.release.sys.global.b64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
@@ -24,6 +25,7 @@ DEVICE word now() {
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
     return ns;
 }
+#endif
 
 // Copies or adds `width` floats of a row; 16 bytes at a time where places allow.
 DEVICE bool wide(const void* a, const void* b, const void* c, word width) {
@@ -31,12 +33,16 @@ DEVICE bool wide(const void* a, const void* b, const void* c, word width) {
     return ((places & 15) | (width & 3)) == 0;
 }
 
+// Times of a hand-off by the card's clock, in mapped memory (runtime/leg_times.py).
+constexpr int SENT = 0, BEGUN = 1, SEEN = 2;
+
 // `step` is a word of the card's memory for the step's number, which the first hand-off of a step (first != 0) takes
 // from the control block. Of each row's ids those without a slot go out, in order, and then one -1 if there is room.
-extern "C" __global__ void __launch_bounds__(512)
-    send(const float* x, word x_row, const int* ids, word ids_row, const float* mix, word mix_row, const int* slots,
-         word rows, word width, word used, float* to_x, word to_x_row, int* to_ids, word to_ids_row, float* to_mix,
-         word to_mix_row, const word* control, word* words, word* step, word index, word first) {
+template <bool TIMED>
+DEVICE void send_work(const float* x, word x_row, const int* ids, word ids_row, const float* mix, word mix_row,
+                      const int* slots, word rows, word width, word used, float* to_x, word to_x_row, int* to_ids,
+                      word to_ids_row, float* to_mix, word to_mix_row, const word* control, word* words, word* step,
+                      word index, word first, word* times) {
     begin();
     for (word r = 0; r < rows; ++r) {
         const float* from = x + r * x_row;
@@ -65,15 +71,32 @@ extern "C" __global__ void __launch_bounds__(512)
     if (threadIdx.x == 0) {
         __threadfence_system();
         store_release(words, *step << STAGE_BITS | (index + 1));
+        if (TIMED) times[SENT] = now();
     }
+}
+extern "C" __global__ void __launch_bounds__(512)
+    send(const float* x, word x_row, const int* ids, word ids_row, const float* mix, word mix_row, const int* slots,
+         word rows, word width, word used, float* to_x, word to_x_row, int* to_ids, word to_ids_row, float* to_mix,
+         word to_mix_row, const word* control, word* words, word* step, word index, word first) {
+    send_work<false>(x, x_row, ids, ids_row, mix, mix_row, slots, rows, width, used, to_x, to_x_row, to_ids, to_ids_row,
+                     to_mix, to_mix_row, control, words, step, index, first, nullptr);
+}
+extern "C" __global__ void __launch_bounds__(512)
+    send_timed(const float* x, word x_row, const int* ids, word ids_row, const float* mix, word mix_row, const int* slots,
+               word rows, word width, word used, float* to_x, word to_x_row, int* to_ids, word to_ids_row, float* to_mix,
+               word to_mix_row, const word* control, word* words, word* step, word index, word first, word* times) {
+    send_work<true>(x, x_row, ids, ids_row, mix, mix_row, slots, rows, width, used, to_x, to_x_row, to_ids, to_ids_row,
+                    to_mix, to_mix_row, control, words, step, index, first, times);
 }
 
 // out = x + what the host has put into `from`, after every rank's flag. `cut` is a word of the card's memory: the step that
 // was given up.
-extern "C" __global__ void __launch_bounds__(512)
-    receive(const float* x, word x_row, float* out, word out_row, word rows, word width, const float* from, word from_row,
-            const word* control, word* words, const word* step, word* cut, word index, word ranks, word deadline) {
+template <bool TIMED>
+DEVICE void receive_work(const float* x, word x_row, float* out, word out_row, word rows, word width, const float* from,
+                         word from_row, const word* control, word* words, const word* step, word* cut, word index,
+                         word ranks, word deadline, word* times) {
     begin();
+    if (TIMED && threadIdx.x == 0) times[BEGUN] = now();
     __shared__ int gone;
     const word number = *step, wanted = number << STAGE_BITS | (index + 1);
     if (threadIdx.x == 0) gone = *cut == number;
@@ -98,6 +121,7 @@ extern "C" __global__ void __launch_bounds__(512)
     }
     __syncthreads();
     if (gone) return;
+    if (TIMED && threadIdx.x == 0) times[SEEN] = now();
     for (word r = 0; r < rows; ++r) {
         const float *a = x + r * x_row, *b = from + r * from_row;
         float* to = out + r * out_row;
@@ -110,4 +134,17 @@ extern "C" __global__ void __launch_bounds__(512)
             for (word i = threadIdx.x; i < width; i += blockDim.x) to[i] = a[i] + __ldcv(b + i);
         }
     }
+}
+extern "C" __global__ void __launch_bounds__(512)
+    receive(const float* x, word x_row, float* out, word out_row, word rows, word width, const float* from, word from_row,
+            const word* control, word* words, const word* step, word* cut, word index, word ranks, word deadline) {
+    receive_work<false>(x, x_row, out, out_row, rows, width, from, from_row, control, words, step, cut, index, ranks,
+                        deadline, nullptr);
+}
+extern "C" __global__ void __launch_bounds__(512)
+    receive_timed(const float* x, word x_row, float* out, word out_row, word rows, word width, const float* from,
+                  word from_row, const word* control, word* words, const word* step, word* cut, word index, word ranks,
+                  word deadline, word* times) {
+    receive_work<true>(x, x_row, out, out_row, rows, width, from, from_row, control, words, step, cut, index, ranks,
+                       deadline, times);
 }

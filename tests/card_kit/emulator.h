@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <deque>
 #include <functional>
 #include <sys/mman.h>
@@ -214,6 +215,7 @@ inline void arrive(std::vector<Copy>& copies) {
 // ---- built-ins
 inline void __syncthreads() { emulated::barrier(); }
 inline void __threadfence() {}
+inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void __syncwarp(unsigned = ~0u) {
     int nothing;
     emulated::together(&nothing, [](void**) {});
@@ -298,11 +300,22 @@ T __ldcs(const T* at) { return *at; }
 template <class T>
 T __ldcg(const T* at) { return *at; }
 template <class T>
+T __ldcv(const T* at) { return *at; }
+template <class T>
 T __ldg(const T* at) { return *at; }
 using std::isnan;
 using std::max;
 using std::min;
 inline int min(int a, unsigned b) { return std::min(a, int(b)); }
+
+// ---- hand_off.cu
+inline void store_release(long long* at, long long value) { __atomic_store_n(at, value, __ATOMIC_RELEASE); }
+inline long long load_acquire(const long long* at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
+inline long long now() {
+    timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * 1000000000ll + time.tv_nsec;
+}
 
 // ---- machine.cuh
 inline void let_next_begin() {}
