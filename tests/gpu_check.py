@@ -1,338 +1,234 @@
-"""Builds, checks and times the card executor on the card that is present, in a few minutes.
+"""Builds, checks and times everything on the card that is present: parts in the order of their worth, each with a time
+budget and a result that a program can read, so that whatever ends the run early loses only the rest.
 
-    python tests/gpu_check.py [--skip-tests] [--model FILE.gguf ...] [--json FIGURES]
+    python tests/gpu_check.py OUT [--budget SECONDS] [--only PART,..] [--peer-path DIR] [--file FILE.gguf]
 
-Compiles every kernel for the card, runs the tests marked `gpu`, and prints tables: products against the measured copy
-bandwidth, decode and prompt speed of the given models, and of one with Qwen3-30B-A3B's shapes and random weights.
+OUT gets results.jsonl (a line a part: status, seconds, result) and a log and other files of each part. Called again
+with the same OUT it goes on where it was: parts that passed or failed are not run again. --budget is for this call;
+what it leaves no time for is left for the next one, and a part that passes its own budget is cut.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+import xml.etree.ElementTree as xml
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from card_stand import Bench, steps, tensor
-from gguf_bytes import random_blocks
-from numpy.typing import NDArray
-from running import rows_of
-
-from bloomery.gpu_worker import compile_cache
-from bloomery.gpu_worker.card_executor import CardExecutor
-from bloomery.gpu_worker.driver import Card
-from bloomery.gpu_worker.launches import Launch
-from bloomery.runtime.architectures import build_program
-from bloomery.runtime.model_file import ModelFile, Tensor
-from bloomery.runtime.program import MatMul, Program, RoutedExperts, Router
-from bloomery.runtime.quant_types import QuantType
-
 HERE = Path(__file__).resolve().parent
-Figures = dict[str, Any]
+PYTHON = sys.executable
+TEMPLATE, LAYERS, MIX = "qwen3-30b-a3b", 48, "Q4_K_M"
+SANITIZERS = ("/usr/local/cuda/bin", "/opt/cuda/bin")
+SANITIZER_SCALE = "40"  # of deadlines, for workers under the sanitizer
+LEAST_SECONDS = 20.0
+"""Of the call's budget, without which no part is begun."""
+Result = dict[str, Any]
 
 
-def compile_all() -> float:
-    """Seconds to compile every unit for this card, eight at a time."""
+@dataclass(frozen=True)
+class Part:
+    """`command` runs for `seconds` at most; `result` reads what it left (its log, its exit status), `needs` says what
+    is missing on this machine ("" for nothing)."""
+
+    name: str
+    seconds: float
+    command: Sequence[str]
+    result: Callable[[str, int], Result] = lambda log, status: {}
+    environment: dict[str, str] = field(default_factory=dict)
+    needs: Callable[[], str] = lambda: ""
+
+
+def parts(out: Path, peer: Path | None, file: Path | None) -> list[Part]:
+    """The most important first."""
+    model = ["-m", str(file)] if file else ["--synthetic", TEMPLATE, "--layers", str(LAYERS), "--mix", MIX]
+    bench = [PYTHON, "-m", "bloomery.launcher.bench", *model, "--plan", "a", "-o", "json"]
+    against = ["--against", "llama.cpp", "--peer-path", str(peer)] if peer else []
+    decode = ["-p", "0", "-n", "64", "-d", "6,1024,4096,16384"]
+    hybrid = ["--card-memory", "10GiB", "-p", "0", "-n", "32", "-d", "6,4096"]
+    shared = {} if "BLOOMERY_CACHE" in os.environ or file else {"BLOOMERY_CACHE": "/dev/shm/bloomery-check"}
+    tests = [PYTHON, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    gpu_files = [str(path) for path in sorted(HERE.glob("test_card_*.py"))] + [str(HERE / "test_step_ahead.py")]
+    stress = f"{HERE / 'test_card_daemon.py'}::test_hand_offs_under_random_delays"
+    tiny = [PYTHON, str(HERE / "gpu_tiny_steps.py")]
+
+    def tested(name: str) -> Callable[[str, int], Result]:
+        return lambda log, status: junit(out / f"{name}.xml")
+
+    def rows(log: str, status: int) -> Result:
+        return {"rows": json.loads(log[log.index("[\n") :])} if status == 0 else {}
+
+    return [
+        Part("compile", 200, [PYTHON, str(HERE / "gpu_check.py"), "--compile"], environment=shared),
+        Part("tests", 300, [*tests, f"--junitxml={out / 'tests.xml'}", *gpu_files], tested("tests"), shared),
+        Part("file", 200, [*bench[: len(bench) - 4], "-p", "0", "-n", "0"], environment=shared),
+        Part("decode", 240, [*bench, *decode, "-r", "3", *against], rows, shared),
+        Part("prompts", 180, [*bench, "-p", "512,4096,16384", "-n", "0", "--prompt-block", "4096", "-r", "3", *against,
+                              *(["--micro-batch", "4096"] if peer else [])], rows, shared),
+        Part("decode ahead", 100, [*bench, *decode, "-r", "3", "--step-ahead", "8"], rows, shared),
+        Part("decode with a host", 240, [*bench, *hybrid, "-r", "3", *against,
+                                         *(["--peer-cpu-moe", str(LAYERS // 2)] if peer else [])], rows, shared),
+        Part("stress", 150, [*tests, "-s", f"--junitxml={out / 'stress.xml'}", stress], tested("stress"),
+             {**shared, "BLOOMERY_STRESS_STEPS": "100000"}),
+        sanitizer_part("memcheck", 200, tiny, shared),
+        sanitizer_part("racecheck", 240, tiny, shared),
+        Part("hand-off", 150, [PYTHON, str(HERE / "gpu_hand_off.py"), "--synthetic-layers", "8"], environment=shared),
+        Part("speeds", 240, [PYTHON, str(HERE / "gpu_speeds.py"), "--json", str(out / "speeds.json")],
+             lambda log, status: json.loads((out / "speeds.json").read_text()) if status == 0 else {}, shared),
+    ]  # fmt: skip
+
+
+def sanitizer_part(tool: str, seconds: float, command: Sequence[str], environment: dict[str, str]) -> Part:
+    """The tiny steps under one of compute-sanitizer's tools, which find what is wrong also where results are right."""
+    program = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), *SANITIZERS]))
+    options = ["--tool", tool, "--target-processes", "all", "--error-exitcode", "9", "--print-limit", "20"]
+
+    def counted(log: str, status: int) -> Result:
+        found = re.findall(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", log)
+        return {"errors": sum(int(errors or hazards) for errors, hazards in found), "summaries": len(found)}
+
+    return Part(
+        tool,
+        seconds,
+        [program or "compute-sanitizer", *options, *command],
+        counted,
+        {**environment, "BLOOMERY_DEADLINE_SCALE": SANITIZER_SCALE},
+        lambda: "" if program else "compute-sanitizer is not installed (it comes with the CUDA toolkit)",
+    )
+
+
+def junit(path: Path) -> Result:
+    """Numbers of tests, and the names of those that failed."""
+    suites = list(xml.parse(path).getroot().iter("testsuite"))
+    cases = [case for suite in suites for case in suite.iter("testcase")]
+    failed = [f"{case.get('classname')}::{case.get('name')}" for case in cases
+              if case.find("failure") is not None or case.find("error") is not None]  # fmt: skip
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    return {"passed": len(cases) - len(failed) - skipped, "skipped": skipped, "failed": failed}
+
+
+def run(part: Part, out: Path, seconds: float) -> Result:
+    """One part, cut after so many seconds with everything that it started; a line for results.jsonl."""
+    begun = time.monotonic()
+    if missing := part.needs():
+        return {"part": part.name, "status": "skipped", "seconds": 0.0, "why": missing}
+    log = out / f"{part.name.replace(' ', '-')}.log"
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **part.environment}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+    with log.open("w") as file, log.with_suffix(".err").open("w") as errors:
+        process = subprocess.Popen(
+            part.command, stdin=subprocess.DEVNULL, stdout=file, stderr=errors, env=environment, start_new_session=True
+        )
+        try:
+            status: int | None = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            status = None
+        except BaseException:
+            end(process)
+            raise
+        if status is None:
+            end(process)
+    took = round(time.monotonic() - begun, 1)
+    line: Result = {"part": part.name, "seconds": took, "exit": status}
+    try:
+        line["result"] = part.result(log.read_text(errors="replace"), -1 if status is None else status)
+    except (OSError, ValueError, xml.ParseError) as error:
+        line["result"], line["unread"] = {}, f"{type(error).__name__}: {error}"
+    wrong = status != 0 or "unread" in line or line["result"].get("failed") or line["result"].get("errors")
+    line["status"] = "cut" if status is None else "failed" if wrong else "passed"
+    if line["status"] != "passed":
+        told = log.with_suffix(".err").read_text(errors="replace") + log.read_text(errors="replace")
+        line["tail"] = told.strip().splitlines()[-12:]
+    return line
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """The part's own session, workers and all: they are told to go, and then made to."""
+    for number, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(patience)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+
+
+def compile_all() -> int:
+    """Every kernel for this card, as many at a time as there are cores."""
+    from bloomery.gpu_worker import compile_cache
+    from bloomery.gpu_worker.driver import Card
+
     card = Card()
     architecture = card.architecture
     card.close()
-    begun = time.perf_counter()
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda unit: compile_cache.cubin(*unit, architecture), compile_cache.units()))
-    return time.perf_counter() - begun
+    return compile_cache.main([architecture])
 
 
-def copy_bandwidth() -> float:
-    """GB/s of a device copy of 4 GiB, bytes read and written; median of 9."""
-    card = Card()
-    try:
-        with card.current("measuring copies"):
-            nbytes = 4 << 30
-            source, target = card.cuda.mem_alloc(nbytes), card.cuda.mem_alloc(nbytes)
-            card.cuda.memset_d32(source, 0x3F8A1234, nbytes // 4)
-            times = []
-            for _ in range(9):
-                times.append(timed(card, lambda: card.cuda.memcpy_dtod_async(target, source, nbytes, card.stream)))
-            source.free()
-            target.free()
-            return 2 * nbytes / float(np.median(times)) / 1e9
-    finally:
-        card.close()
+def finished(results: Path) -> set[str]:
+    """The parts that need not be run again."""
+    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    return {line["part"] for line in lines if line["status"] in ("passed", "failed")}
 
 
-def timed(card: Card, work: Any) -> float:
-    begun, ended = card.cuda.Event(), card.cuda.Event()
-    begun.record(card.stream)
-    work()
-    ended.record(card.stream)
-    ended.synchronize()
-    return float(ended.time_since(begun)) / 1e3
-
-
-_POOL: dict[str, NDArray[np.uint8]] = {}
-
-
-def random_tensor(name: str, shape: tuple[int, ...], kind: str) -> Tensor:
-    """Random blocks; tensors of one type share the same bytes on the host."""
-    quant = QuantType.named(kind)
-    nbytes = quant.row_bytes(shape[0]) * int(np.prod(shape[1:]))
-    if kind == "F32":
-        values = np.random.default_rng(len(name)).standard_normal(nbytes // 4, np.float32)
-        return tensor(name, shape, kind, values * np.float32(0.02) + (1 if len(shape) == 1 else 0))
-    if len(_POOL.get(kind, ())) < nbytes:
-        some = np.frombuffer(random_blocks(np.random.default_rng(7), kind, (256 * 4096, 8)), np.uint8)
-        _POOL[kind] = np.resize(some, max(nbytes, 200 << 20) // len(some) * len(some) + len(some))
-    return Tensor(name, shape, quant, _POOL[kind][:nbytes], Path("random"), 0)
-
-
-def graph_seconds(executor: CardExecutor, rows: int, out_rows: int, labels: str = "", repeats: int = 30) -> float:
-    """Median seconds of a replay of the graph of so many rows, or of its launches of ops with this label."""
-    prepared = executor._prepare(rows, out_rows)
-    if prepared.graph is None:
-        raise RuntimeError("the step has not run yet")
-    with executor.card.current("timing"):
-        return float(np.median([timed(executor.card, prepared.graph.launch) for _ in range(repeats)]))
-
-
-def op_seconds(executor: CardExecutor, rows: int, label: str, copies: int = 20) -> float:
-    """Median seconds of an op's launches, captured `copies` times over in a graph of their own."""
-    from bloomery.gpu_worker.driver import Graph
-
-    launches = [launch for launch in executor.launches(rows, rows) if launch.label == label]
-    assert launches, label
-    with executor.card.current(f"timing {label}"):
-        graph = Graph(executor.card)
-        with graph.capture():
-            for _ in range(copies):
-                executor._launch_eagerly(launches, wait=False)
-        graph.launch()
-        seconds = float(np.median([timed(executor.card, graph.launch) for _ in range(9)])) / copies
-        graph.close()
-        return seconds
-
-
-SHAPES = {  # of Qwen3-30B-A3B: inputs, outputs; enough copies to be several times the cache
-    "attn_q": (2048, 4096),
-    "attn_output": (4096, 2048),
-    "head": (2048, 151936),
-}
-
-
-def product_speeds(kinds: tuple[str, ...], bandwidth: float) -> list[Figures]:
-    """Weight bytes a second of matmuls whose weights together pass the cache, one and eight rows."""
-    out = []
-    for kind in kinds:
-        for shape, (width, height) in SHAPES.items():
-            nbytes = QuantType.named(kind).row_bytes(width) * height
-            copies = max(1, (400 << 20) // nbytes)
-            bench = Bench()
-            x = bench.input("x", np.random.default_rng(1).standard_normal((64, width), np.float32))
-            y = bench.buffer("y", height)
-            for i in range(copies):
-                bench.weights[f"w{i}"] = random_tensor(f"w{i}", (width, height), kind)
-            ops = [MatMul("product", x, (y,), (f"w{i}",), (None,)) for i in range(copies)]
-            executor = CardExecutor(bench.program(*ops), context=64, prompt_block=8)
-            try:
-                for rows in (1, 8):
-                    executor.step(steps(range(rows)))
-                    seconds = op_seconds(executor, rows, "product", 2)
-                    speed = copies * nbytes / seconds / 1e9
-                    share = speed / bandwidth
-                    out.append(
-                        {"type": kind, "shape": shape, "rows": rows, "us": 1e6 * seconds / copies, "GB/s": speed}
-                    )
-                    print(
-                        f"{kind:8}{shape:12}{rows} rows {1e6 * seconds / copies:8.1f} us {speed:7.0f} GB/s {share:6.1%}"
-                    )
-            finally:
-                executor.close()
-    return out
-
-
-def expert_speeds(kinds: tuple[tuple[str, str], ...], bandwidth: float) -> list[Figures]:
-    """A routed layer of Qwen3-30B-A3B: 8 of 128 experts, 2048 -> 768 -> 2048; the bytes of the experts used."""
-    out = []
-    for kind, down in kinds:
-        layers = 8
-        bench = Bench()
-        x = bench.input("x", np.random.default_rng(1).standard_normal((64, 2048), np.float32))
-        logits = bench.input("scores", np.random.default_rng(2).standard_normal((64, 128), np.float32))
-        ids, mix, y = bench.buffer("ids", 8, "i32"), bench.buffer("mix", 8), bench.buffer("y", 2048)
-        ops: list[Any] = [Router("router", logits, ids, mix, None, "softmax", True, 1.0, 1, 1)]
-        for i in range(layers):
-            for name, shape, quant in (
-                ("gate", (2048, 768), kind),
-                ("up", (2048, 768), kind),
-                ("down", (768, 2048), down),
-            ):
-                bench.weights[f"{name}{i}"] = random_tensor(f"{name}{i}", (*shape, 128), quant)
-            ops.append(RoutedExperts("experts", x, ids, mix, y, f"gate{i}", f"up{i}", f"down{i}"))
-        executor = CardExecutor(bench.program(*ops), context=64, prompt_block=8)
-        try:
-            for rows in (1, 8):
-                executor.step(steps(range(rows)))
-                seconds = op_seconds(executor, rows, "experts", 1) / layers
-                with executor.card.current("reading ids"):
-                    chosen = len(np.unique(executor.memory.buffer(ids, rows)))
-                each = 2 * QuantType.named(kind).row_bytes(2048) * 768 + QuantType.named(down).row_bytes(768) * 2048
-                speed = chosen * each / seconds / 1e9
-                out.append({"types": [kind, down], "rows": rows, "us": 1e6 * seconds, "GB/s": speed})
-                print(
-                    f"experts {kind} {down} {rows} rows, {chosen} experts {1e6 * seconds:8.1f} us {speed:7.0f} GB/s"
-                    f" {speed / bandwidth:6.1%}"
-                )
-        finally:
-            executor.close()
-    return out
-
-
-def profile(executor: CardExecutor, launches: list[Launch], least: float = 0.01) -> Figures:
-    """Milliseconds of each kernel in these launches, run one after the other: each between two events of its own."""
-    cuda, stream = executor.card.cuda, executor.card.stream
-    with executor.card.current("profiling"):
-        events = [cuda.Event() for _ in range(len(launches) + 1)]
-        events[0].record(stream)
-        for launch, event in zip(launches, events[1:]):
-            executor._kernels.launch(launch)
-            event.record(stream)
-        events[-1].synchronize()
-        times: dict[str, list[float]] = {}
-        for launch, before, after in zip(launches, events, events[1:]):
-            times.setdefault(str(launch.kernel), []).append(float(after.time_since(before)))
-    whole = sum(sum(each) for each in times.values())
-    print(f"profile of {len(launches)} launches, {whole:.2f} ms:")
-    for name, each in sorted(times.items(), key=lambda item: -sum(item[1])):
-        if sum(each) > least * whole:
-            print(f"  {name:36}{len(each):5} x {1e3 * sum(each) / len(each):9.1f} us = {sum(each):8.2f} ms")
-    return {name: sum(each) for name, each in times.items()}
-
-
-def prompt_speed(executor: CardExecutor, tokens: NDArray[np.int32], block: int, prompt: int) -> float:
-    """Tokens a second of a prompt in blocks, the logits of its last row wanted."""
-    begun = time.perf_counter()
-    for first in range(0, prompt, block):
-        last = min(first + block, prompt)
-        executor.step(rows_of(tokens[first:last], start=first, out="last" if last == prompt else "none"))
-    return prompt / (time.perf_counter() - begun)
-
-
-def model_speeds(name: str, program: Program, depths: tuple[int, ...], context: int, prompt: int) -> Figures:
-    """Prompt and decode tokens a second, as seen by the caller of `step`; and the card's own time of a step."""
-    executor = CardExecutor(program, context=context, slots=1, prompt_block=min(4096, prompt), cache_type="f16")
-    out: Figures = {"model": name, "card_bytes": sum(executor.memory.sizes.values())}
-    try:
-        tokens = np.random.default_rng(3).integers(0, min(1000, program.vocabulary), context).astype(np.int32)
-        executor.step(rows_of(tokens[:9], out="last"))
-        executor.step(rows_of(tokens[:8], out="none"))
-        executor.step(rows_of(tokens[:1]))
-        for block in (512, 2048, 4096):
-            if block <= executor.max_rows:
-                prompt_speed(executor, tokens, block, min(prompt, 2 * block))
-                rates = [prompt_speed(executor, tokens, block, prompt) for _ in range(3)]
-                out[f"prompt {prompt}/{block} tok/s"] = float(np.median(rates))
-        out["profile"] = profile(executor, executor._block(executor.max_rows, 1))
-        for depth in depths:
-            count = 64
-            begun = time.perf_counter()
-            for i in range(count):
-                executor.step(rows_of(tokens[:1], start=depth + i))
-            out[f"decode tok/s at {depth}"] = count / (time.perf_counter() - begun)
-            out[f"card ms at {depth}"] = 1e3 * graph_seconds(executor, 1, 1)
-        out["nodes"] = executor.statistics()["graph_nodes"]
-        eight = rows_of(tokens[:8], start=depths[0])
-        executor.step(eight)
-        out["8 rows ms"] = 1e3 * graph_seconds(executor, 8, 8)
-    finally:
-        executor.close()
-    for key, value in out.items():
-        if key != "profile":
-            print(f"{key:26}{value:.5g}" if isinstance(value, float) else f"{key:26}{value}")
-    return out
-
-
-class RandomQwen3(ModelFile):
-    """Qwen3-30B-A3B's shapes in llama.cpp's Q4_K_M mix with random weights: 48 layers, 18.5 GB on the card."""
-
-    def __init__(self, layers: int = 48) -> None:
-        width, heads, kv, head, experts, hidden, vocabulary = 2048, 32, 4, 128, 128, 768, 151936
-        self.path = Path("random-qwen3-30b")  # type: ignore[misc]
-        prefix = "qwen3moe."
-        self.metadata = {  # type: ignore[misc]
-            "general.architecture": "qwen3moe",
-            "tokenizer.ggml.tokens": ["a"] * vocabulary,
-            prefix + "context_length": 40960,
-            prefix + "embedding_length": width,
-            prefix + "block_count": layers,
-            prefix + "feed_forward_length": 6144,
-            prefix + "attention.head_count": heads,
-            prefix + "attention.head_count_kv": kv,
-            prefix + "attention.key_length": head,
-            prefix + "attention.value_length": head,
-            prefix + "attention.layer_norm_rms_epsilon": 1e-6,
-            prefix + "rope.freq_base": 1e6,
-            prefix + "expert_count": experts,
-            prefix + "expert_used_count": 8,
-            prefix + "expert_feed_forward_length": hidden,
-        }
-        self.tensors = {}  # type: ignore[misc]
-        self._add("token_embd", "Q4_K", width, vocabulary)
-        self._add("output", "Q6_K", width, vocabulary)
-        self._add("output_norm", "F32", width)
-        for i in range(layers):
-            more = "Q6_K" if i < layers // 8 or i >= 7 * layers // 8 or (i - layers // 8) % 3 == 2 else "Q4_K"
-            for name, kind, *shape in (
-                ("attn_norm", "F32", width),
-                ("attn_q", "Q4_K", width, heads * head),
-                ("attn_k", "Q4_K", width, kv * head),
-                ("attn_v", more, width, kv * head),
-                ("attn_output", "Q4_K", heads * head, width),
-                ("attn_q_norm", "F32", head),
-                ("attn_k_norm", "F32", head),
-                ("ffn_norm", "F32", width),
-                ("ffn_gate_inp", "F32", width, experts),
-                ("ffn_gate_exps", "Q4_K", width, hidden, experts),
-                ("ffn_up_exps", "Q4_K", width, hidden, experts),
-                ("ffn_down_exps", more, hidden, width, experts),
-            ):
-                self._add(f"blk.{i}.{name}", kind, *shape)
-
-    def _add(self, name: str, kind: str, *shape: int) -> None:
-        self.tensors[f"{name}.weight"] = random_tensor(f"{name}.weight", shape, kind)  # type: ignore[index]
+def go(todo: Sequence[Part], out: Path, budget: float) -> bool:
+    """Runs parts until the budget is spent; whether all that were run passed."""
+    results, begun, well = out / "results.jsonl", time.monotonic(), True
+    done = finished(results)
+    for part in todo:
+        left = budget - (time.monotonic() - begun)
+        if part.name in done:
+            continue
+        if left < LEAST_SECONDS:
+            print(f"{part.name}: left for another call, {left:.0f} s remain", flush=True)
+            continue
+        line = run(part, out, min(part.seconds, left))
+        if line["status"] == "cut" and left < part.seconds:
+            line["why"] = f"the call's budget left it {left:.0f} of {part.seconds:.0f} s"
+        with results.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        short = {name: value for name, value in line.get("result", {}).items() if name != "rows"}
+        print(
+            f"{part.name}: {line['status']} in {line['seconds']} s {line.get('why', '')} {str(short)[:400]}", flush=True
+        )
+        for text in line.get("tail", ()):
+            print(f"    {text}", flush=True)
+        well &= line["status"] in ("passed", "skipped")
+    return well
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--skip-tests", action="store_true")
-    parser.add_argument("--skip-speeds", action="store_true")
-    parser.add_argument("--skip-large", action="store_true")
-    parser.add_argument("--model", type=Path, action="append", default=[])
-    parser.add_argument("--json", type=Path)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("out", type=Path, nargs="?")
+    parser.add_argument("--budget", type=float, default=1700, metavar="SECONDS")
+    parser.add_argument("--only", type=lambda text: text.split(","), metavar="PART,..")
+    parser.add_argument("--peer-path", type=Path, metavar="DIR", help="a build of llama.cpp, to alternate with")
+    parser.add_argument("--file", type=Path, help="the model of the benchmarks, instead of a synthetic one")
+    parser.add_argument("--list", action="store_true", help="print the parts and their budgets")
+    parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    print(f"compiled for this card in {compile_all():.1f} s")
-    status = 0
-    if not arguments.skip_tests:
-        files = [str(HERE / f"test_card_{part}.py") for part in ("kernels", "models", "prompts")]
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--durations=5", *files]
-        status = subprocess.run(command, cwd=HERE.parent).returncode
-    figures: Figures = {}
-    if not arguments.skip_speeds:
-        bandwidth = figures["copy GB/s"] = copy_bandwidth()
-        print(f"copy {bandwidth:.0f} GB/s (read + written)")
-        figures["products"] = product_speeds(("Q4_K", "Q6_K", "Q3_K", "Q8_0", "Q5_0", "IQ4_XS", "F16"), bandwidth)
-        figures["experts"] = expert_speeds((("Q4_K", "Q4_K"), ("Q4_K", "Q6_K")), bandwidth)
-        models = [model_speeds(m.name, build_program(ModelFile.open(m)), (6, 400), 1024, 512) for m in arguments.model]
-        figures["models"] = models
-        if not arguments.skip_large:
-            large = build_program(RandomQwen3())
-            models.append(model_speeds("Qwen3-30B-A3B shapes", large, (6, 1024, 4096, 16000), 16384, 4096))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
-    return status
+    if arguments.compile:
+        return compile_all()
+    if arguments.out is None:
+        parser.error("OUT is missing: a folder for results and logs")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    out = arguments.out.resolve()
+    every = parts(out, arguments.peer_path, arguments.file)
+    if unknown := set(arguments.only or ()) - {part.name for part in every}:
+        parser.error(f"no part is called {', '.join(sorted(unknown))}: {', '.join(part.name for part in every)}")
+    todo = [part for part in every if not arguments.only or part.name in arguments.only]
+    if arguments.list:
+        for part in todo:
+            print(f"{part.seconds:5.0f} s  {part.name}")
+        return 0
+    return 0 if go(todo, out, arguments.budget) else 1
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Times decode steps of plan a on the card that is present, with experts on the card, on the host and on both.
 
-    python tests/gpu_hand_off.py FILE.gguf [--processes N] [--depth N] [--steps N]
+    python tests/gpu_hand_off.py FILE.gguf | --synthetic-layers N [--processes N] [--depth N] [--steps N]
 
 One expert of each layer on the host shows what a hand-off itself costs: the host seldom has anything to do.
 """
@@ -8,6 +8,7 @@ One expert of each layer on the host shows what a hand-off itself costs: the hos
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from bloomery.runtime.expert_tiers import ExpertTiers
 from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.program import Program
 from bloomery.runtime.step_prediction import Bandwidth, predict
+from bloomery.runtime.synthetic_file import synthetic_file
 
 
 def placements(program: Program) -> dict[str, ExpertTiers]:
@@ -42,12 +44,14 @@ def placements(program: Program) -> dict[str, ExpertTiers]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--processes", type=int, default=13)
+    parser.add_argument("file", type=Path, nargs="?")
+    parser.add_argument("--synthetic-layers", type=int, default=8, help="of Qwen3-30B-A3B's shapes, without a file")
+    parser.add_argument("--processes", type=int, default=max(1, len(os.sched_getaffinity(0)) - 3))
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--steps", type=int, default=200)
     arguments = parser.parse_args()
-    program = build_program(ModelFile.open(arguments.file))
+    file = arguments.file or synthetic_file("qwen3-30b-a3b", arguments.synthetic_layers, "Q4_K_M")
+    program = build_program(ModelFile.open(file))
     with ReadCeiling(arguments.processes) as ceiling:
         host = ceiling.measure().bytes_per_second
     speed = Bandwidth(host, probe_cards()[0].read)
@@ -59,7 +63,7 @@ def main() -> None:
     for name, tiers in placements(program).items():
         begun = time.perf_counter()
         sizes = {"context": 1024, "slots": 1, "prompt_block": 64, "processes": arguments.processes}
-        pool = CardPool.start(str(arguments.file), program, tiers=tiers if tiers.host_layers else None, **sizes)
+        pool = CardPool.start(str(file), program, tiers=tiers if tiers.host_layers else None, **sizes)
         try:
             started = time.perf_counter() - begun
             pool.step(rows_of(tokens[: arguments.depth], out="last"))

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import numpy as np
-from gpu_check import RandomQwen3
+from gpu_speeds import RandomQwen3
 
 from bloomery.runtime.model_file import Tensor
 from bloomery.runtime.quant_types import QuantType
