@@ -32,11 +32,11 @@ _INT = types.int64
 
 
 def prefetch(s: Emitter, kind: type[BlockFormat], addresses: Sequence[Value]) -> None:
-    """Fetches what comes some blocks later in each row, where the CPU does not see four streams by itself."""
-    if ahead := prefetch_distance():
+    """Fetches a block of each of four rows that come later, where the CPU does not see four streams by itself."""
+    if prefetch_distance():
         for address in addresses:
             for line in range(0, max(kind.nbytes, 64), 64):
-                s.prefetch(address, ahead + line)
+                s.prefetch(address, line)
 
 
 def prefetch_panel(s: Emitter, kind: type[BlockFormat], addresses: Sequence[Value], row_bytes: Value) -> None:
@@ -130,24 +130,21 @@ def _floats(s: Emitter, kind: type[BlockFormat], addresses: Sequence[Value]) -> 
 
 
 def block_step(name: str) -> Any:
-    """Numba function (w0, w1, w2, w3, x values, x d, x sums, acc) -> acc: one block of four rows as the file has it."""
+    """Numba function (w0, w1, w2, w3, p0, p1, p2, p3, x values, x d, x sums, acc) -> acc: one block of four rows as the
+    file has it, while those at p0 to p3 are fetched."""
 
-    @emits(f32x4, _INT, _INT, _INT, _INT, _INT, _INT, _INT, f32x4)
-    def step(s: Emitter, w0: Value, w1: Value, w2: Value, w3: Value, *x_and_acc: Value) -> Value:
-        addresses = (w0, w1, w2, w3)
-        xq, xd, xs, acc = x_and_acc
+    @emits(f32x4, *[_INT] * 11, f32x4)
+    def step(s: Emitter, *operands: Value) -> Value:
+        addresses, later, (xq, xd, xs, acc) = operands[:4], operands[4:8], operands[8:]
+        prefetch(s, (SUPER_BLOCKS | SMALL_BLOCKS)[name], later)
         if name in WIDE_BLOCKS and _vnni():
-            prefetch(s, SUPER_BLOCKS[name], addresses)
             return wide_dots(s, WIDE_BLOCKS[name], addresses, (xq, xd, xs), acc)
         if name == "IQ4_XS" and _vnni():
-            prefetch(s, SUPER_BLOCKS[name], addresses)
             return table_dots(s, addresses, (xq, xd, xs), acc)
         if name in SUPER_BLOCKS:
             kind = SUPER_BLOCKS[name]
-            prefetch(s, kind, addresses)
             d, dmin = _floats(s, kind, addresses)
             return _super_dots(s, kind, [kind(s, address) for address in addresses], d, dmin, (xq, xd, xs), acc)
-        prefetch(s, SMALL_BLOCKS[name], addresses)
         return _small_dots(s, name, addresses, (xq, xd, xs), acc)
 
     return step

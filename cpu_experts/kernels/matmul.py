@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from numba import types
 
-from bloomery.cpu_experts.isa import AMX, at_least
+from bloomery.cpu_experts.isa import AMX, at_least, prefetch_distance
 from bloomery.cpu_experts.kernels.block_dots import block_step
 from bloomery.cpu_experts.kernels.block_formats import SMALL_BLOCKS, SUPER_BLOCKS
 from bloomery.cpu_experts.kernels.elementwise import add_run
@@ -93,7 +93,8 @@ def _store_biased(s: Emitter, total: Value, out: Value, bias: Value, *rows: Valu
 def quantised_multiply(name: str) -> Callable[..., None]:
     """Numba function that multiplies rows `first`..`last`-1 of a weight with `count` rows of x.
 
-    `items` is the address of int32 pairs (row of x, row of out), or 0 for rows 0..count-1 of both.
+    `items` is the address of int32 pairs (row of x, row of out), or 0 for rows 0..count-1 of both. `following` is the
+    address of the weight that comes next, of which one row of x fetches the beginnings, or 0.
     """
     from_blocks, from_panels = _multiply_blocks(name), _multiply_panels(name)
     with_tiles = at_least(AMX)
@@ -102,13 +103,13 @@ def quantised_multiply(name: str) -> Callable[..., None]:
     @compiled
     def multiply(
         weight: int, row_bytes: int, blocks: int, first: int, last: int, x: int, x_stride: int, d_plane: int,
-        sums_plane: int, items: int, count: int, out: int, out_stride: int, bias: int, tiles: int,
+        sums_plane: int, items: int, count: int, out: int, out_stride: int, bias: int, tiles: int, following: int,
     ) -> None:  # fmt: skip
         if count == 1:
             row, place = x, out
             if items != 0:
                 row, place = x + load_i32(items) * x_stride, out + load_i32(items + 4) * out_stride
-            from_blocks(weight, row_bytes, blocks, first, last, row, d_plane, sums_plane, place)
+            from_blocks(weight, row_bytes, blocks, first, last, row, d_plane, sums_plane, place, following)
         elif with_tiles and count >= TILES_FROM:
             from_tiles(
                 weight, row_bytes, blocks, first, last, x, x_stride, d_plane, sums_plane, items, count, out, out_stride,
@@ -129,17 +130,21 @@ def quantised_multiply(name: str) -> Callable[..., None]:
 
 
 def _multiply_blocks(name: str) -> Callable[..., None]:
-    """One row of activations: blocks are decoded in registers, four weight rows far apart at a time."""
-    step = block_step(name)
+    """One row of activations: blocks are decoded in registers, four weight rows far apart at a time.
+
+    What comes `prefetch_distance` bytes later in each of the four streams is fetched meanwhile, and at their ends the
+    beginnings of the streams of the weight that follows: an expert's are short."""
+    step, distance = block_step(name), prefetch_distance()
     nbytes = (SUPER_BLOCKS | SMALL_BLOCKS)[name].nbytes
     x_bytes, d_bytes, sums_bytes = activation_blocks(name)
 
     @compiled
     def multiply(
         weight: int, row_bytes: int, blocks: int, first: int, last: int, row: int, d_plane: int, sums_plane: int,
-        out: int,
+        out: int, following: int,
     ) -> None:  # fmt: skip
         quarter = (last - first + 3) >> 2
+        later = (distance + row_bytes - 1) // row_bytes
         for index in range(quarter):
             r0 = first + index
             r1 = min(r0 + quarter, last - 1)
@@ -148,11 +153,15 @@ def _multiply_blocks(name: str) -> Callable[..., None]:
             w0, w1, w2, w3 = (
                 weight + r0 * row_bytes, weight + r1 * row_bytes, weight + r2 * row_bytes, weight + r3 * row_bytes,
             )  # fmt: skip
+            ahead = later * row_bytes
+            if index + later >= quarter and following != 0:
+                ahead = following - weight + (later - quarter) * row_bytes
+            p0, p1, p2, p3 = w0 + ahead, w1 + ahead, w2 + ahead, w3 + ahead
             total = _zeros()
             for block in range(blocks):
                 at = block * nbytes
                 total = step(
-                    w0 + at, w1 + at, w2 + at, w3 + at, row + block * x_bytes,
+                    w0 + at, w1 + at, w2 + at, w3 + at, p0 + at, p1 + at, p2 + at, p3 + at, row + block * x_bytes,
                     row + d_plane + block * d_bytes, row + sums_plane + block * sums_bytes, total,
                 )  # fmt: skip
             _scatter(total, out + 4 * r0, out + 4 * r1, out + 4 * r2, out + 4 * r3)
@@ -212,7 +221,7 @@ def float_multiply(name: str) -> Callable[..., None]:
     @compiled
     def multiply(
         weight: int, row_bytes: int, blocks: int, first: int, last: int, x: int, x_stride: int, d_plane: int,
-        sums_plane: int, items: int, count: int, out: int, out_stride: int, bias: int, tiles: int,
+        sums_plane: int, items: int, count: int, out: int, out_stride: int, bias: int, tiles: int, following: int,
     ) -> None:  # fmt: skip
         quarter = (last - first + 3) >> 2
         whole = blocks // LANES * LANES
@@ -271,7 +280,7 @@ def matmul(name: str) -> Callable[[int, int, int, int], None]:
                     argument(args, at), argument(args, at + 1), argument(args, at + 2), first, last,
                     x + block * x_bytes, x_stride, d_plane + block * (d_bytes - x_bytes),
                     sums_plane + block * (sums_bytes - x_bytes), 0, count,
-                    argument(args, at + 5), argument(args, at + 6), argument(args, at + 7), tiles,
+                    argument(args, at + 5), argument(args, at + 6), argument(args, at + 7), tiles, 0,
                 )  # fmt: skip
 
     return kernel
@@ -314,6 +323,18 @@ def group_by_expert(
     return pairs
 
 
+@compiled
+def next_expert(lists: int, expert: int, experts: int) -> int:
+    """The next expert after `expert` that `group_by_expert` found items for; `experts` if there is none."""
+    found = expert + 1
+    while found < experts:
+        stop = load_i32(lists) if found + 1 == experts else load_i32(lists + 4 * (found + 2))
+        if stop > load_i32(lists + 4 * (found + 1)):
+            return found
+        found += 1
+    return found
+
+
 def experts(name: str) -> Callable[[int, int, int, int], None]:
     """Kernel `experts_<name>`: for every item (row, chosen expert) and job: out[item] = weight[expert] @ x.
 
@@ -332,12 +353,19 @@ def experts(name: str) -> Callable[[int, int, int, int], None]:
             lists, argument(args, 9), argument(args, 10), rows, used, expert_count, argument(args, 13)
         )
         jobs = argument(args, EXPERTS_HEAD)
-        for expert in range(expert_count):
+        expert = next_expert(lists, -1, expert_count)
+        while expert < expert_count:
             start = load_i32(lists + 4 * (expert + 1))
             stop = load_i32(lists) if expert + 1 == expert_count else load_i32(lists + 4 * (expert + 2))
+            after = next_expert(lists, expert, expert_count)
             if stop > start:
                 for job in range(jobs):
                     at = EXPERTS_HEAD + 1 + job * EXPERTS_JOB
+                    following = 0
+                    if job + 1 < jobs:
+                        following = argument(args, at + EXPERTS_JOB) + expert * argument(args, at + EXPERTS_JOB + 1)
+                    elif after < expert_count:
+                        following = argument(args, EXPERTS_HEAD + 1) + after * argument(args, EXPERTS_HEAD + 2)
                     outputs = argument(args, at + 4)
                     first, last = share_start(outputs, rank, ranks), share_end(outputs, rank, ranks)
                     if first < last:
@@ -345,6 +373,8 @@ def experts(name: str) -> Callable[[int, int, int, int], None]:
                             argument(args, at) + expert * argument(args, at + 1), argument(args, at + 2),
                             argument(args, at + 3), first, last, x, x_stride, d_plane, sums_plane,
                             pairs + 8 * start, stop - start, argument(args, at + 5), argument(args, at + 6), 0, tiles,
+                            following,
                         )  # fmt: skip
+            expert = after
 
     return kernel
