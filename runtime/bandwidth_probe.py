@@ -30,7 +30,9 @@ WINDOW_HEAD_START: Final = 0.005
 WINDOWS: Final = 16
 UNDISTURBED: Final = 0.97  # share of their CPUs that readers then had
 LEAST_BUFFER: Final = 64 << 20
-CACHE_MULTIPLE: Final = 4  # a buffer is this many times the last-level cache, so that hardly any of it stays there
+CACHE_MULTIPLE: Final = 4  # a buffer is at least this many times the last-level cache
+FAR_MULTIPLE: Final = 16  # and if that is no more than FAR_BYTES this many: of 4 times, Zen 5 reads 8 % from the cache
+FAR_BYTES: Final = 1 << 30
 MEMORY_SHARE: Final = 0.25  # of what is available, for all buffers together
 ALL_COUNTS: Final = 16  # up to here every number of processes is measured
 
@@ -158,7 +160,7 @@ class ReadCeiling:
 
 def buffer_bytes(cache: int, readers: int, available: int) -> int:
     """Bytes of one reader's buffer: well beyond its cache, unless all of them would take too much memory."""
-    wanted = max(LEAST_BUFFER, CACHE_MULTIPLE * cache)
+    wanted = max(LEAST_BUFFER, CACHE_MULTIPLE * cache, min(FAR_MULTIPLE * cache, FAR_BYTES))
     allowed = int(available * MEMORY_SHARE) // readers
     if allowed < 1 << 20:
         raise BloomeryError(

@@ -54,7 +54,8 @@ def test_counts_reach_the_most() -> None:
 
 
 def test_buffers_are_beyond_the_cache_but_within_memory() -> None:
-    assert buffer_bytes(0, 1, 64 << 30) == LEAST_BUFFER and buffer_bytes(32 * MIB, 2, 64 << 30) == 128 * MIB
+    assert buffer_bytes(0, 1, 64 << 30) == LEAST_BUFFER and buffer_bytes(32 * MIB, 2, 64 << 30) == 512 * MIB
+    assert buffer_bytes(100 * MIB, 2, 64 << 30) == 1024 * MIB and buffer_bytes(384 * MIB, 2, 64 << 30) == 1536 * MIB
     assert buffer_bytes(384 * MIB, 96, 64 << 30) * 96 <= 16 << 30
     with pytest.raises(BloomeryError, match="96 probe processes"):
         buffer_bytes(384 * MIB, 96, 300 * MIB)

@@ -24,6 +24,7 @@ from bloomery.cpu_experts.isa import AVX512VNNI, at_least, prefetch_distance
 from bloomery.cpu_experts.kernels.block_formats import SMALL_BLOCKS, SUPER_BLOCKS
 from bloomery.cpu_experts.kernels.block_parts import BlockFormat, SuperBlock, block_scales, half_floats
 from bloomery.cpu_experts.kernels.layouts import PANEL_VECTORS
+from bloomery.cpu_experts.kernels.position_dots import position_dots, with_positions
 from bloomery.cpu_experts.kernels.wide_dots import nibble_sums, table_dots, wide_dots
 from bloomery.cpu_experts.kernels.wide_formats import NIBBLE_BLOCKS, WIDE_BLOCKS
 from bloomery.cpu_experts.simd import Emitter, Value, emits, f32x4, i8x32, i16x16, i32x4, i32x8
@@ -137,6 +138,8 @@ def block_step(name: str) -> Any:
     def step(s: Emitter, *operands: Value) -> Value:
         addresses, later, (xq, xd, xs, acc) = operands[:4], operands[4:8], operands[8:]
         prefetch(s, (SUPER_BLOCKS | SMALL_BLOCKS)[name], later)
+        if with_positions(name):
+            return position_dots(s, name, addresses, (xq, xd, xs), acc)
         if name in WIDE_BLOCKS and _vnni():
             return wide_dots(s, WIDE_BLOCKS[name], addresses, (xq, xd, xs), acc)
         if name == "IQ4_XS" and _vnni():
