@@ -274,13 +274,13 @@ def _one_head(name: str) -> Callable[..., None]:
     return made
 
 
-def _queries_of_head(name: str) -> Callable[..., None]:
-    """Numba function for some queries of a row that share keys: whole tiles, widths that are multiples of LANES and of
-    COLUMNS. Keys, then values, are gone through once for all of them."""
-    bytes_of, together = row_bytes(name), heads_together()
+def _queries_of_head(name: str, together: int) -> Callable[..., None]:
+    """Numba function for some queries of a row that share keys: whole tiles of `together`, widths that are multiples of
+    LANES and of COLUMNS. Keys, then values, are gone through once for all of them."""
+    bytes_of = row_bytes(name)
     most = AHEAD_MOST if together > 1 else AHEAD_LEAST
     rounded, softmax = round_queries(name), _softmax(name)
-    scores_of, outputs_of = score_tile(name), value_tile(name)
+    scores_of, outputs_of = score_tile(name, together), value_tile(name, together)
 
     @compiled
     def queries_of_head(
@@ -372,7 +372,9 @@ def attention(cache_type: str) -> Callable[[int, int, int, int], None]:
     """Kernel `attention_<type>` for caches of type f32, f16 or q8_0."""
     name = cache_type.upper()
     together = heads_together()
-    one_head, queries_of_head = _one_head(name), _queries_of_head(name)
+    one_head = _one_head(name)
+    singly = _queries_of_head(name, 1)
+    in_tiles = _queries_of_head(name, together) if together > 1 else singly
     many_rows = _many_rows(name)
 
     def kernel(args: int, rank: int, ranks: int, step: int) -> None:
@@ -385,11 +387,11 @@ def attention(cache_type: str) -> Callable[[int, int, int, int], None]:
         if rows >= ROWS_FROM and key_width % LANES == 0 and value_width % COLUMNS == 0:
             many_rows(args, rank, ranks, rows, slots, positions, scale)
             return
-        tiled = key_width % LANES == 0 and value_width % COLUMNS == 0 and group % together == 0
-        in_tiles = (rows * heads // together + ranks - 1) // ranks * together  # heads of the rank with most
-        if together > 1 and in_tiles >= 2 * ((rows * heads + ranks - 1) // ranks):
-            tiled = False  # a head by itself takes twice the time that it takes in a tile
-        chunk = together if tiled else 1
+        whole = key_width % LANES == 0 and value_width % COLUMNS == 0
+        chunk = together if whole and group % together == 0 else 1
+        most = (rows * heads // chunk + ranks - 1) // ranks * chunk  # heads of the rank with most
+        if most >= 2 * ((rows * heads + ranks - 1) // ranks):
+            chunk = 1  # a head by itself takes twice the time that it takes in a tile
         tiles, shared = heads // chunk, group // chunk
         unit, end = share_start(rows * tiles, rank, ranks), share_end(rows * tiles, rank, ranks)
         while unit < end:
@@ -397,7 +399,7 @@ def attention(cache_type: str) -> Callable[[int, int, int, int], None]:
             first = unit - row * tiles
             kv_head = first // shared
             count = min((kv_head + 1) * shared - first, end - unit)
-            if tiled:
+            if whole:
                 count = min(count, argument(args, 22) // chunk)
             slot = load_i32(slots + 4 * row)
             seen = load_i32(positions + 4 * row) + 1
@@ -405,10 +407,15 @@ def attention(cache_type: str) -> Callable[[int, int, int, int], None]:
             out = argument(args, 8) + row * argument(args, 9) + first * chunk * out_head
             keys = argument(args, 11) + slot * argument(args, 12) + kv_head * argument(args, 14)
             values = argument(args, 15) + slot * argument(args, 16) + kv_head * argument(args, 18)
-            if tiled:
-                queries_of_head(
+            if whole and chunk > 1:
+                in_tiles(
                     q, q_head, keys, key_stride, key_width, values, value_stride, value_width, seen, scale,
                     count * chunk, scores, argument(args, 22), score_row, out, out_head,
+                )  # fmt: skip
+            elif whole:
+                singly(
+                    q, q_head, keys, key_stride, key_width, values, value_stride, value_width, seen, scale,
+                    count, scores, argument(args, 22), score_row, out, out_head,
                 )  # fmt: skip
             else:
                 for head in range(count):

@@ -65,13 +65,12 @@ def _sums_16(s: Emitter, parts: Sequence[Value]) -> Value:
     return sums[0]
 
 
-def score_tile(name: str) -> Any:
+def score_tile(name: str, heads: int) -> Any:
     """Numba function (k0, k1, k2, k3, queries, bytes between queries, blocks of 16, scores, bytes between score rows,
-    following, bytes between keys, scale): four keys' scores for each query of a tile.
+    following, bytes between keys, scale): four keys' scores for each query of a tile of `heads` (1 or 4).
 
     Meanwhile memory is asked for four keys from `following` on, a few lines at a time: a core stands still while it
     waits for more lines than it can count. A tile of a single query is too little work for that."""
-    heads = heads_together()
     elements, nbytes = CACHE_BLOCKS[name]
 
     @emits(types.void, *[_INT] * 11, types.float64)
@@ -106,11 +105,11 @@ def score_tile(name: str) -> Any:
     return tile
 
 
-def value_tile(name: str) -> Any:
+def value_tile(name: str, heads: int) -> Any:
     """Numba function (values, bytes between their rows, positions, weights, bytes between weight rows, out, bytes
-    between heads of out, ahead): adds these positions' part of COLUMNS columns to the outputs of each query of a tile.
+    between heads of out, ahead): adds these positions' part of COLUMNS columns to the outputs of `heads` queries.
     Meanwhile memory is asked for what lies `ahead` bytes behind (not if the tile is a single query)."""
-    heads, parts = heads_together(), COLUMNS // LANES
+    parts = COLUMNS // LANES
     elements, nbytes = CACHE_BLOCKS[name]
     lines = range(0, COLUMNS // elements * nbytes, 64) if heads > 1 and prefetch_distance() else range(0)
 
