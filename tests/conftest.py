@@ -20,6 +20,14 @@ from bloomery.runtime.runtime_files import SHARED_MEMORY, owner_is_alive, runtim
 START_SECONDS = 110.0  # a first start compiles the kernels
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Without a card nothing is prepared for tests that need one."""
+    if item.get_closest_marker("gpu"):
+        from card_stand import need_card
+
+        need_card()
+
+
 def left_behind() -> set[str]:
     """Names of segments and sockets whose owner is dead. Those of daemons that run beside the tests do not count."""
     names = [path.name for folder in (SHARED_MEMORY, runtime_directory()) for path in folder.glob("bloomery-*")]

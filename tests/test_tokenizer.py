@@ -35,13 +35,13 @@ EVERY = (*NAMES, *MODELS)
 LIVE_TEXTS = {"deepseek-coder": 300, "deepseek-llm": 300, "tiny-deepseek2": 300}  # llama.cpp takes its time over these
 
 
-@functools.cache
+@functools.lru_cache(maxsize=2)  # of all together: half a gigabyte
 def tokenizer(name: str) -> Tokenizer:
     with ModelFile.open(path_of(name)) as model:
         return Tokenizer.from_model_file(model)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES, scope="module")
 def test_pairs_of_llama_cpp(name: str) -> None:
     tests = pairs(name)
     assert len(tests) == (50 if name == "qwen35" else 46)
@@ -49,7 +49,7 @@ def test_pairs_of_llama_cpp(name: str) -> None:
         assert tokenizer(name).encode(text, add_special=False, parse_special=False) == ids, repr(text)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EVERY, scope="module")
 def test_vocabulary_facts(name: str) -> None:
     ours, answers = tokenizer(name), expected(name)
     assert ours.vocabulary == answers["vocabulary"]
@@ -61,7 +61,7 @@ def test_vocabulary_facts(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EVERY, scope="module")
 def test_ten_thousand_random_texts_as_recorded(name: str) -> None:
     ours = tokenizer(name)
     rows = [
@@ -73,21 +73,21 @@ def test_ten_thousand_random_texts_as_recorded(name: str) -> None:
     assert not wrong, f"texts {[f'{index * CHUNK} to {index * CHUNK + CHUNK - 1}' for index in wrong]} differ"
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EVERY, scope="module")
 def test_long_texts_as_recorded(name: str) -> None:
     ours = tokenizer(name)
     for text, answer in expected(name)["long_texts"].items():
         assert hashed([ours.encode(long_text(text))]) == answer, text
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EVERY, scope="module")
 def test_edges_of_categories_as_recorded(name: str) -> None:
     ours = tokenizer(name)
     for text, answer in zip(edge_texts(), expected(name)["edge_texts"], strict=True):
         assert hashed([ours.encode(text, add_special=False, parse_special=False)]) == answer, f"{text[:20]!r}..."
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EVERY, scope="module")
 def test_random_texts_live(name: str) -> None:
     """Other texts than the recorded ones, bytes that are no UTF-8 among them."""
     require_library()
