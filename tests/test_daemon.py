@@ -32,6 +32,7 @@ from bloomery.runtime.runtime_files import SHARED_MEMORY, runtime_directory, swe
 
 DEMO = str(demo_model_path("tiny-qwen3moe"))
 CONFIG = DaemonConfig(DEMO, context=1024, slots=2, processes=2, prompt_block=64)
+ALONE = replace(CONFIG, processes=1)  # where it does not matter how many workers there are: each takes time to start
 SECONDS = 60.0
 
 
@@ -127,7 +128,7 @@ def test_progress_is_told_while_loading() -> None:
 
 def test_sockets_answer_while_loading(tmp_path: Path) -> None:
     """The control socket tells the stage, the client socket "loading", until both are ready."""
-    config = replace(CONFIG, endpoint=f"ipc://{tmp_path}/d")
+    config = replace(ALONE, endpoint=f"ipc://{tmp_path}/d")
     process = start_child(config)
     try:
         wait_for(lambda: (tmp_path / "d").exists() and (tmp_path / "d.control").exists())
@@ -149,7 +150,7 @@ def test_sockets_answer_while_loading(tmp_path: Path) -> None:
 
 
 def test_a_client_waits_for_the_model(tmp_path: Path) -> None:
-    config = replace(CONFIG, endpoint=f"ipc://{tmp_path}/d")
+    config = replace(ALONE, endpoint=f"ipc://{tmp_path}/d")
     process = start_child(config)
     try:
         wait_for((tmp_path / "d").exists)
@@ -235,7 +236,7 @@ def test_the_log_of_a_daemon_that_dies_is_shown_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("bloomery.runtime.daemon_log.log_folder", lambda: tmp_path)
-    daemon = PrivateDaemon(replace(CONFIG, processes=1))
+    daemon = PrivateDaemon(ALONE)
     with ControlClient(daemon.control) as control:
         (worker,) = control.status()["workers"]["pids"]
         os.kill(worker, signal.SIGKILL)  # the daemon writes a line about it
@@ -281,10 +282,15 @@ def test_control_answers_within_ten_milliseconds_while_a_long_prompt_runs(
     daemon: PrivateDaemon, idle_control: ControlClient
 ) -> None:
     """p99 of 300 calls of each method, less what an idle process of the same load takes (under 1 ms on a machine that
-    has nothing else to do). Best of three rounds."""
-    rounds = [busy_latency(daemon, idle_control) for _ in range(3)]
-    print("p99 in ms (busy, idle):", rounds)
-    assert min(max(busy - idle for busy, idle in values) for values in rounds) < 10.0
+    has nothing else to do). One of three rounds has to do."""
+    late = []
+    for _ in range(3):
+        values = busy_latency(daemon, idle_control)
+        print("p99 in ms (busy, idle):", values)
+        late.append(max(busy - idle for busy, idle in values))
+        if late[-1] < 10.0:
+            break
+    assert late[-1] < 10.0, late
 
 
 def busy_latency(daemon: PrivateDaemon, idle_control: ControlClient) -> list[tuple[float, float]]:
@@ -344,7 +350,7 @@ def test_a_killed_worker_ends_the_request_and_is_replaced(daemon: PrivateDaemon)
 
 
 def test_a_killed_coordinator_leaves_nothing_after_the_next_start() -> None:
-    process = start_child(CONFIG)
+    process = start_child(ALONE)
     ready = lines_of(process, "ready")[-1]["ready"]
     with ControlClient(ready["control"]) as control, Client(ready["endpoint"]) as client:
         workers = control.status()["workers"]["pids"]
@@ -354,7 +360,7 @@ def test_a_killed_coordinator_leaves_nothing_after_the_next_start() -> None:
         process.communicate()
         assert isinstance(list(stream)[-1], Failed)
     wait_for(lambda: not any(psutil.pid_exists(pid) for pid in workers))
-    with PrivateDaemon(replace(CONFIG, processes=1)):
+    with PrivateDaemon(ALONE):
         assert not files_of(process.pid)
 
 
@@ -386,7 +392,7 @@ time.sleep(600)
 def test_a_daemon_whose_parent_is_gone_already_ends_at_once() -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
-    process = start_child(replace(CONFIG, exit_with_parent=True), str(gone.pid))
+    process = start_child(replace(ALONE, exit_with_parent=True), str(gone.pid))
     out, errors = process.communicate(timeout=20)
     assert process.returncode == 0 and "ready" not in out and errors == ""
     assert not files_of(process.pid)
@@ -397,7 +403,7 @@ def test_a_daemon_whose_parent_is_gone_already_ends_at_once() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_end_an_idle_daemon_at_once(number: int) -> None:
-    with child(CONFIG) as (process, ready), Client(ready["endpoint"]) as client:
+    with child(ALONE) as (process, ready), Client(ready["endpoint"]) as client:
         client.complete(greedy(2))
         with ControlClient(ready["control"]) as control:
             workers = control.status()["workers"]["pids"]
@@ -410,7 +416,7 @@ def test_signals_end_an_idle_daemon_at_once(number: int) -> None:
 
 
 def test_sigterm_ends_running_streams_cleanly() -> None:
-    with child(CONFIG) as (process, ready), Client(ready["endpoint"]) as client:
+    with child(ALONE) as (process, ready), Client(ready["endpoint"]) as client:
         streams = [client.generate(greedy(4000 if number else 1000)) for number in range(4)]
         assert isinstance(next(streams[0]), Admitted)
         process.send_signal(signal.SIGTERM)
@@ -422,14 +428,14 @@ def test_sigterm_ends_running_streams_cleanly() -> None:
 
 
 def test_shutdown_over_the_control_socket() -> None:
-    with child(CONFIG) as (process, ready), ControlClient(ready["control"]) as control:
+    with child(ALONE) as (process, ready), ControlClient(ready["control"]) as control:
         control.shutdown()
         process.communicate(timeout=20)
         assert process.returncode == 0 and not files_of(process.pid)
 
 
 def test_drain_finishes_what_runs_and_refuses_what_comes() -> None:
-    with child(CONFIG) as (process, ready), ControlClient(ready["control"]) as control:
+    with child(ALONE) as (process, ready), ControlClient(ready["control"]) as control:
         with Client(ready["endpoint"]) as client:
             stream = client.generate(greedy(300), timeout=SECONDS)
             assert isinstance(next(stream), Admitted)
@@ -448,7 +454,7 @@ def test_drain_finishes_what_runs_and_refuses_what_comes() -> None:
 
 
 def test_shutdown_after_drain_lets_everything_finish_until_told_again() -> None:
-    with child(CONFIG) as (process, ready), ControlClient(ready["control"]) as control:
+    with child(ALONE) as (process, ready), ControlClient(ready["control"]) as control:
         with Client(ready["endpoint"]) as client:
             streams = [client.generate(greedy(1000), timeout=SECONDS) for _ in range(2)]
             assert all(isinstance(next(stream), Admitted) for stream in streams)
@@ -462,7 +468,7 @@ def test_shutdown_after_drain_lets_everything_finish_until_told_again() -> None:
 
 @pytest.mark.parametrize("delay", [0.0, 0.2, 0.5, 1.0])
 def test_sigterm_while_loading(delay: float, tmp_path: Path) -> None:
-    process = start_child(replace(CONFIG, endpoint=f"ipc://{tmp_path}/d"))
+    process = start_child(replace(ALONE, endpoint=f"ipc://{tmp_path}/d"))
     wait_for((tmp_path / "d").exists)
     time.sleep(delay)
     process.terminate()
@@ -488,7 +494,7 @@ def test_a_stop_where_python_drops_exceptions(capsys: pytest.CaptureFixture[str]
 
 def test_the_queue_refuses_with_a_time_to_wait() -> None:
     with (
-        PrivateDaemon(replace(CONFIG, slots=1, queue_limit=2, processes=1)) as daemon,
+        PrivateDaemon(replace(ALONE, slots=1, queue_limit=2)) as daemon,
         Client(daemon.endpoint) as client,
     ):
         streams = [client.generate(greedy(900), timeout=SECONDS) for _ in range(6)]

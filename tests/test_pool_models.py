@@ -26,6 +26,7 @@ from bloomery.runtime.model_file import ModelFile
 
 SLOTS, CONTEXT = 3, 544
 PROMPT = 530
+SHORT = 150  # crosses what attention takes together: 32 keys, 64 queries, 64 positions of values
 
 
 @contextmanager
@@ -81,13 +82,14 @@ def test_logits_depend_on_neither_processes_nor_blocks(name: str, cache_type: Li
     with open_pool(path, 1, 512, cache_type) as pool:
         base = evaluate(pool, tokens, 0, 0, 512)
         assert np.isfinite(base).all() and base.std() > 0.1
-        for slot, blocks in ((1, [1]), (2, [7]), (0, [64]), (1, [5, 1, 130, 2])):
+        for slot, count, blocks in ((1, SHORT, [1]), (2, SHORT, [7]), (0, PROMPT, [64]), (1, PROMPT, [5, 1, 130, 2])):
             # one slot after another, over what earlier rounds left in them
-            np.testing.assert_array_equal(evaluate(pool, tokens, slot, 0, blocks), base)
+            np.testing.assert_array_equal(evaluate(pool, tokens[:count], slot, 0, blocks), base[:count])
+        np.testing.assert_array_equal(evaluate(pool, tokens[-SHORT:], 0, PROMPT - SHORT, [1]), base[-SHORT:])
     for processes in (2, 3):
         with open_pool(path, processes, 512, cache_type) as pool:
-            for sizes in ([512], [64], [7, 1]):
-                np.testing.assert_array_equal(evaluate(pool, tokens, 2, 0, sizes), base)
+            for count, sizes in ((PROMPT, [512]), (PROMPT, [64]), (SHORT, [7, 1])):
+                np.testing.assert_array_equal(evaluate(pool, tokens[:count], 2, 0, sizes), base[:count])
 
 
 def test_rows_of_several_slots_in_one_step_equal_each_alone() -> None:

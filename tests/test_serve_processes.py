@@ -90,20 +90,18 @@ def test_full_queue() -> None:
     arguments = ("--executor", "reference", "-c", "512", "-np", "1", "--queue", "1", "--metrics")
     with serving("--demo", "tiny-qwen3moe", *arguments) as server:
         statuses: list[int] = []
-        long = GREEDY | {"n_predict": 400, "ignore_eos": True}  # runs until the others are there, on a busy machine too
-        threads = [
-            threading.Thread(target=lambda: statuses.append(server.post("/completion", long).status)) for _ in range(2)
-        ]
-        threads[0].start()
+        running = server.connect()  # until the others are there and it is left, on a busy machine too
+        running.request("POST", "/completion", json.dumps(GREEDY | {"n_predict": -1, "ignore_eos": True}).encode())
         wait_for(lambda: busy(server)[0])
-        threads[1].start()
+        waiting = threading.Thread(target=lambda: statuses.append(server.post("/completion", GREEDY).status))
+        waiting.start()
         wait_for(lambda: numbers(server)["llamacpp:requests_deferred"] == 1)
-        refused = server.post("/completion", long)
+        refused = server.post("/completion", GREEDY)
         assert refused.status == 429 and int(refused.headers["retry-after"]) >= 1
         assert refused.json["error"]["type"] == "rate_limit_error"
-        for thread in threads:
-            thread.join()
-        assert statuses == [200, 200]
+        running.close()
+        waiting.join()
+        assert statuses == [200]
 
 
 def test_shifted_context_and_log() -> None:
