@@ -103,10 +103,16 @@ def program_of(path: Path) -> Program:
     return build_program(ModelFile.open(path))
 
 
-@lru_cache(maxsize=3)
+@lru_cache(maxsize=2)
 def _weights(path: Path, wide: bool) -> DequantisedWeights:
     """Dequantised once for all executors of a file."""
     return DequantisedWeights(program_of(path), np.float64 if wide else np.float32, 1 << 30)
+
+
+def forget() -> None:
+    """Programs with the mappings of their files, and weights. Files stay: they are written once."""
+    for kept in (_weights, program_of, draft_program, tapped_program):
+        kept.cache_clear()
 
 
 def executor_of(

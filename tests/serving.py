@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from conftest import program
+from conftest import START_SECONDS, program
 
-SECONDS = 110.0  # a first start compiles the kernels
+SECONDS = START_SECONDS
 PROMPT = "The history of the"
 GREEDY = {"prompt": PROMPT, "temperature": 0, "seed": 1, "n_predict": 12}
 DEMO = ("--demo", "tiny-qwen3moe", "--threads", "1")

@@ -41,7 +41,7 @@ from bloomery.runtime.requests import (
 DEMO = demo_model_path("tiny-qwen3moe")
 CONFIG = DaemonConfig(str(DEMO), context=512, slots=4, processes=1, prompt_block=64)
 PROMPTS = ("Once upon a time", "The history of the", "In the beginning", "A small house", "Water is", "Two men")
-SECONDS = 60.0
+SECONDS = 200.0
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ from bloomery.runtime.runtime_files import SHARED_MEMORY, runtime_directory, swe
 DEMO = str(demo_model_path("tiny-qwen3moe"))
 CONFIG = DaemonConfig(DEMO, context=1024, slots=2, processes=2, prompt_block=64)
 ALONE = replace(CONFIG, processes=1)  # where it does not matter how many workers there are: each takes time to start
-SECONDS = 60.0
+SECONDS = 200.0
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> Any:

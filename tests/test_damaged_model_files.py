@@ -34,7 +34,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Case, dict[
         folder.mkdir()
         paths.append(str(case.write(folder)))
     result = subprocess.run(
-        [sys.executable, str(WORKER)], input="\n".join(paths) + "\n", capture_output=True, text=True, timeout=100
+        [sys.executable, str(WORKER)], input="\n".join(paths) + "\n", capture_output=True, text=True, timeout=280
     )
     answers = [json.loads(line) for line in result.stdout.splitlines()]
     at = cases[min(len(answers), len(cases) - 1)].name

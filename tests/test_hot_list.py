@@ -156,5 +156,5 @@ def test_a_daemon_takes_a_list_of_its_model(tmp_path: Path) -> None:
         "--ctx",
         "64",
     ]
-    ended = subprocess.run(command("generate", *options), capture_output=True, text=True, timeout=110)
+    ended = subprocess.run(command("generate", *options), capture_output=True, text=True, timeout=280)
     assert ended.returncode == 0 and "list" not in ended.stderr, "quiet"

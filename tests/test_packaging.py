@@ -35,7 +35,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(clone)]
-    subprocess.run(command, check=True, timeout=110)
+    subprocess.run(command, check=True, timeout=280)
     (path,) = folder.glob("bloomery-*.whl")
     return path
 

@@ -21,7 +21,7 @@ from bloomery.launcher.demo_model import demo_model_path
 
 DEMO = demo_model_path("tiny-qwen3moe")
 PROMPT = "func (r *Reader) Read"  # continued with wide margins, so that float noise changes no token
-SECONDS = 110.0
+SECONDS = 280.0
 
 
 def run(name: str, *arguments: str, text: str = "", seconds: float = SECONDS) -> subprocess.CompletedProcess[str]:
@@ -201,7 +201,7 @@ def test_reader_that_goes_away_is_no_error(demo_daemon: Daemon) -> None:
 
 def test_interrupted_generate_ends_with_130_and_its_private_daemon_with_it() -> None:
     before = left_behind()
-    command = program("generate", "--prompt", PROMPT, "-n", "900", "--ignore-eos")
+    command = program("generate", "--prompt", PROMPT, "--ctx", "8192", "-n", "8000", "--ignore-eos")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     process.stdout.read(1)

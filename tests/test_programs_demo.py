@@ -47,6 +47,6 @@ def test_absent_smollm2_says_how_to_get_it() -> None:
 def test_smollm2_holds_a_conversation() -> None:
     command = program("chat", "--demo", "smollm2", "--temp", "0", "-n", "60")
     questions = "What is the capital of France? Answer in one word.\nAnd of Italy?\n"
-    run = subprocess.run(command, input=questions, capture_output=True, text=True, timeout=110)
+    run = subprocess.run(command, input=questions, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr
     assert "Paris" in run.stdout and "Rome" in run.stdout

@@ -31,7 +31,7 @@ BAND = 0.005
 def test_perplexity_equals_llama_cpp(model: str, text: str) -> None:
     options = ("-m", str(MODELS[model]), "-f", str(DATA / "text" / f"{text}.txt"), "--no-bos")
     command = program("perplexity", *options, "--ctx", "512", "--chunks", "20", "--cache-type", "f16", "--json")
-    run = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr
     answer = json.loads(run.stdout)
     assert answer["tokens"] == 20 * 255

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 ROWS = re.findall(r"^\| `(bloomery-\w+)` \|.*\| `(.*)` \|$", README, flags=re.MULTILINE)
 SCRIPTS = Path(sys.executable).parent
-SECONDS = 110.0
+SECONDS = 280.0
 
 
 def shell(command: str) -> subprocess.Popen[str]:

@@ -117,7 +117,7 @@ def test_hit_rates_are_those_of_the_engram_process() -> None:
 
 
 def run(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(program("trace", *arguments), input=text, capture_output=True, text=True, timeout=110)
+    return subprocess.run(program("trace", *arguments), input=text, capture_output=True, text=True, timeout=280)
 
 
 def test_files_of_a_trace(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_all_workers_may_die_at_once_and_again(pool: HostPool) -> None:
 def test_a_worker_that_hangs_is_found_by_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bloomery.runtime.host_pool._STALL_SECONDS", 8.0)
     monkeypatch.setenv("BLOOMERY_DEADLINE_SCALE", "0.15")  # of 8 s: stalled after 1.2 s
-    pool = start_pool(3, stages=2000, delays=[30_000])
+    pool = start_pool(3, stages=1000, delays=[30_000])
     try:
         pids = pool.statistics()["pids"]
         timer = threading.Timer(0.1, os.kill, (pids[1], signal.SIGSTOP))
@@ -125,7 +125,7 @@ def test_a_worker_that_hangs_is_found_by_the_deadline(monkeypatch: pytest.Monkey
         assert 1.2 < time.monotonic() - begun < 4
         pool.recover()
         assert [old == new for old, new in zip(pids, pool.statistics()["pids"])] == [True, False, True]
-        check_step(pool, make_rows(np.random.default_rng(5), 1), 2000)
+        check_step(pool, make_rows(np.random.default_rng(5), 1), 1000)
     finally:
         pool.close()
 
