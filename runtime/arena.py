@@ -52,7 +52,7 @@ from bloomery.runtime.runtime_files import SHARED_MEMORY
 from bloomery.runtime.states import element_type, row_width
 from bloomery.runtime.step_record import control_bytes, record_bytes
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 MAGIC = b"BLMARENA"
 SEGMENTS = ("control", "activations", "scratch", "cache")
 ALIGNMENT = 128

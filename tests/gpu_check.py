@@ -4,8 +4,9 @@ budget and a result that a program can read, so that whatever ends the run early
     python tests/gpu_check.py OUT [--budget SECONDS] [--only PART,..] [--peer-path DIR] [--file FILE.gguf]
 
 OUT gets results.jsonl (a line a part: status, seconds, result) and a log and other files of each part. Called again
-with the same OUT it goes on where it was: parts that passed or failed are not run again. --budget is for this call;
-what it leaves no time for is left for the next one, and a part that passes its own budget is cut.
+with the same OUT it goes on where it was: parts that passed or failed are not run again, unless --only names them.
+--budget is for this call; what it leaves no time for is left for the next one, and a part that passes its own budget
+is cut.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def parts(out: Path, peer: Path | None, file: Path | None) -> list[Part]:
     hybrid = ["--card-memory", "10GiB", "-p", "0", "-n", "32", "-d", "6,4096"]
     shared = {} if "BLOOMERY_CACHE" in os.environ or file else {"BLOOMERY_CACHE": "/dev/shm/bloomery-check"}
     tests = [PYTHON, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
-    gpu_files = [str(path) for path in sorted(HERE.glob("test_card_*.py"))] + [str(HERE / "test_step_ahead.py")]
+    gpu_files = [str(path) for path in sorted(HERE.glob("test_card_*.py"))]
     stress = f"{HERE / 'test_card_daemon.py'}::test_hand_offs_under_random_delays"
     tiny = [PYTHON, str(HERE / "gpu_tiny_steps.py")]
 
@@ -178,10 +179,10 @@ def finished(results: Path) -> set[str]:
     return {line["part"] for line in lines if line["status"] in ("passed", "failed")}
 
 
-def go(todo: Sequence[Part], out: Path, budget: float) -> bool:
-    """Runs parts until the budget is spent; whether all that were run passed."""
+def go(todo: Sequence[Part], out: Path, budget: float, again: bool = False) -> bool:
+    """Runs parts until the budget is spent, `again` also those that ended before; whether all that were run passed."""
     results, begun, well = out / "results.jsonl", time.monotonic(), True
-    done = finished(results)
+    done = set() if again else finished(results)
     for part in todo:
         left = budget - (time.monotonic() - begun)
         if part.name in done:
@@ -228,7 +229,7 @@ def main() -> int:
         for part in todo:
             print(f"{part.seconds:5.0f} s  {part.name}")
         return 0
-    return 0 if go(todo, out, arguments.budget) else 1
+    return 0 if go(todo, out, arguments.budget, bool(arguments.only)) else 1
 
 
 if __name__ == "__main__":

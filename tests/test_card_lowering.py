@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,13 @@ from bloomery.gpu_worker.launches import MAX_ROWS, Launch
 from bloomery.gpu_worker.lowering import lower
 from bloomery.gpu_worker.products import WEIGHT_TYPES
 from bloomery.gpu_worker.prompt_lowering import lower_all, lower_prompt
+from bloomery.gpu_worker.step_ahead import ahead_launches
 from bloomery.runtime.architectures import build_program
 from bloomery.runtime.errors import PlanError
+from bloomery.runtime.leg_times import HAND_OFF_BYTES, leg_bytes, offset
 from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.program import Program
+from bloomery.runtime.split_program import card_part
 
 STEP = ("Jobs", 20), ("Input", 6), ("Cache", 3), ("HeadJobs", 36), ("Ring", 5), ("Groups", 7), ("Choice", 7)
 STEP += ("Scored", 10), ("Normed", 10), ("Residual", 4)
@@ -75,6 +79,34 @@ def test_quantised_programs(name: str) -> None:
     assert kinds and kinds <= set(WEIGHT_TYPES)
     without = lower(program, context, MAX_ROWS, 0)
     assert len(without) < len(launches), "rows that nobody wants logits of cost a head"
+
+
+@pytest.mark.parametrize("times", [0, 4096])
+def test_hand_offs_with_and_without_times(times: int) -> None:
+    """The kernels that note times are launched only where somebody asks, each with a place of its own."""
+    program = program_of(quantised_file("qwen3moe-Q4_K_M"))
+    layers = (0, 2)
+    card = card_part(program, layers)
+    context = NoCard(card)
+    context.hand_off = replace(NoCard.hand_off, times=times)
+    launches = [launch for launch in lower(card, context, 3, 1) if launch.kernel.file == "hand_off"]
+    check(launches)
+    ending = "_timed" if times else ""
+    assert [launch.kernel.function for launch in launches] == [f"send{ending}", f"receive{ending}"] * 2
+    if times:
+        places = [launch.words[-1] for launch in launches]
+        assert places == [times + offset(layer) for layer in layers for _ in range(2)]
+        assert max(places) + HAND_OFF_BYTES <= times + leg_bytes(1 + max(layers))
+
+
+def test_steps_ahead_end_with_the_record_of_the_next() -> None:
+    program = program_of(quantised_file("llama-Q4_K_M"))
+    context = NoCard(program)
+    *step, last = ahead_launches(program, context, 3)
+    check([*step, last])
+    assert step == lower(program, context, 3, 3) and str(last.kernel) == "choices.next_record"
+    assert last.words[2:] == (3, context.step.tokens, context.step.positions)
+    assert last.kernel in {launch.kernel for launch in lower_all(program, context, 64, 64)}
 
 
 @pytest.mark.parametrize("name", ("qwen3moe-Q4_K_M", "deepseek2-lite-Q4_K_M", "llama-Q4_K_M", "deepseek2-v3-Q3_K_M"))

@@ -57,6 +57,8 @@ def test_a_part_that_fails_or_is_cut_keeps_no_other_from_running(tmp_path: Path)
     assert finished(tmp_path / "results.jsonl") == {"fails", "well", "unread", "tells"}
     go([part for part in todo if part.name != "slow"], tmp_path, 1000)
     assert [line["part"] for line in lines(tmp_path)][6:] == ["missing"]
+    assert go([part for part in todo if part.name == "well"], tmp_path, 1000, again=True)
+    assert lines(tmp_path)[-1]["part"] == "well"
 
 
 def test_a_call_begins_nothing_that_its_budget_does_not_hold(
