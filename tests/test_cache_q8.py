@@ -164,4 +164,8 @@ def test_reference_executor_rounds_alike() -> None:
     again = ReferenceExecutor(program, context=64, max_rows=64, cache_type="q8_0")
     again.restore(0, reference.snapshot(0, 20))
     rest = rows_of(tokens.tokens[20:], start=20)
-    np.testing.assert_allclose(again.step(rest).logits, logits[20:], rtol=0, atol=1e-3)
+    # NumPy's products sum in another order for other numbers of rows, by CPU: now and then a key rounds the other way
+    off = np.abs(again.step(rest).logits - logits[20:])
+    assert off.max() < 0.02 and off.mean() < 1e-3
+    forgotten = ReferenceExecutor(program, context=64, max_rows=64, cache_type="q8_0")
+    assert np.abs(forgotten.step(rest).logits - logits[20:]).mean() > 0.1
