@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+from serving import wait_for
 
 from bloomery.launcher.demo_model import demo_model_path
 from bloomery.runtime.card_probe import may_have_card
@@ -34,14 +35,6 @@ DEMO = str(demo_model_path("tiny-qwen3moe"))
 CONFIG = DaemonConfig(DEMO, context=1024, slots=2, processes=2, prompt_block=64)
 ALONE = replace(CONFIG, processes=1)  # where it does not matter how many workers there are: each takes time to start
 SECONDS = 200.0
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "nothing happened in time"
-        time.sleep(0.01)
-    return value
 
 
 def greedy(max_tokens: int, **fields: Any) -> GenerationRequest:
