@@ -19,7 +19,8 @@ _TOKEN = nullable(integer(0, 2**31 - 1))
 class ModelFacts:
     """`context` is the number of positions of a slot, `trained_context` what the file was trained for; `parameters` the
     elements of all tensors; tokens that the file does not name are None; `chat_template` is Jinja source or "";
-    `draft` is the kind of guesses that steps check, "none" if they check none."""
+    `draft` is the kind of guesses that steps check, "none" if they check none; `width` is that of the residual stream,
+    `tokenizer` what the file calls its kind ("gpt2", "llama"), 0 and "" if that is not known."""
 
     name: str
     alias: str
@@ -39,6 +40,8 @@ class ModelFacts:
     tokenizer_digest: str
     chat_template: str
     draft: str = "none"
+    width: int = 0
+    tokenizer: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,9 @@ class Welcome:
 
     def body(self) -> dict[str, Any]:
         body = asdict(self)
-        if self.model.draft == "none":
-            del body["model"]["draft"]
+        for name, unknown in (("draft", "none"), ("width", 0), ("tokenizer", "")):
+            if body["model"][name] == unknown:
+                del body["model"][name]
         return body
 
     @classmethod
@@ -107,6 +111,8 @@ MODEL_SCHEMA = Schema(
         Field("tokenizer_digest", text(), ""),
         Field("chat_template", text(), ""),
         Field("draft", text(), "none"),
+        Field("width", integer(0, 2**31 - 1), 0),
+        Field("tokenizer", text(), ""),
     ),
 )
 PLAN_SCHEMA = Schema("plan", (Field("name", text()), Field("digest", text())))

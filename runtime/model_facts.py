@@ -41,6 +41,8 @@ def model_facts(model: ModelFile, tokenizer: Tokenizer, plan: Plan, alias: str, 
         tokenizer_digest=tokenizer.digest,
         chat_template=chat_template_text(model),
         draft=draft,
+        width=model.hyper("embedding_length", int, 0),
+        tokenizer=str(model.metadata.get("tokenizer.ggml.model") or ""),
     )
 
 

@@ -35,6 +35,7 @@ def test_facts(server: Serving) -> None:
     models = server.get("/v1/models").json
     assert [entry["id"] for entry in models["data"]] == ["demo"]
     assert models["data"][0]["aliases"] == ["demo", "tiny"] and models["data"][0]["meta"]["n_ctx"] == 512
+    assert models["data"][0]["meta"]["vocab_type"] == 2 and models["data"][0]["meta"]["n_embd"] > 0
     assert server.get("/health").json == {"status": "ok"} == server.get("/v1/health").json
     assert server.get("/nowhere").status == 404 and server.get("/nowhere").json["error"]["type"] == "not_found_error"
     assert server.get("/completion").status == 405

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from bloomery.launcher.http.server import Server
 
 
+VOCABULARY_TYPES = {"llama": 1, "gpt2": 2, "bert": 3, "t5": 4, "rwkv": 5, "plamo2": 6}
+"""llama.cpp's numbers for what model files call their tokenizers."""
+
+
 async def health(server: Server, request: Request) -> Response:
     """GET /health: never asks the daemon, so it is as quick as the event loop."""
     backend = server.backend
@@ -113,6 +117,8 @@ async def models(server: Server, request: Request) -> Response:
         "owned_by": "llamacpp",
         "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
         "meta": {
+            "vocab_type": VOCABULARY_TYPES.get(facts.tokenizer, 0),
+            "n_embd": facts.width,
             "n_vocab": facts.vocabulary,
             "n_ctx": facts.context,
             "n_ctx_train": facts.trained_context,
