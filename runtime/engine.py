@@ -24,7 +24,7 @@ from bloomery.runtime.sampling_checks import check_integer
 from bloomery.runtime.sampling_tools import SamplingTools
 from bloomery.runtime.scheduler import Scheduler
 from bloomery.runtime.sequence import Sequence, Sink, Why
-from bloomery.runtime.slot_errands import Errand, as_failure, slot_errand
+from bloomery.runtime.slot_errands import Errands, as_failure, slot_errand
 from bloomery.runtime.slots import SlotPool, Taking
 from bloomery.runtime.snapshot_cache import SnapshotCache
 from bloomery.runtime.step_rows import step_rows
@@ -74,7 +74,7 @@ class Engine:
         self._queue: deque[Sequence] = deque()
         self._known: dict[bytes, Sequence] = {}  # queued and running
         self._step_of: tuple[Sequence, ...] = ()  # whom the running step is for, if it may take long
-        self._errands: list[Errand] = []  # what to do with slots once they are idle
+        self._errands = Errands(self._lock)  # what to do with slots once they are idle
         self._running: list[Sequence] = []  # in order of admission; changed by the engine's thread alone
         self._arriving: list[tuple[Sequence, Taking]] = []  # out of the queue; their slots are being made ready
         self._wake = threading.Event()
@@ -212,10 +212,14 @@ class Engine:
         tokens, for files also bytes and seconds. Raises RequestError at once for what cannot be meant."""
         check_integer("slot", index, 0, len(self._pool.slots) - 1)
         errand = slot_errand(action, self._pool.slots[index], name, files, self._executor)
-        with self._lock:
-            self._check_open()
-            self._errands.append(errand)
-        self._wake.set()
+
+        def ready() -> None:
+            with self._lock:
+                self._check_open()
+                self._errands.add(errand)
+            self._wake.set()
+
+        errand.prepare(ready)
         return errand.result
 
     # The engine's thread.
@@ -245,14 +249,14 @@ class Engine:
                 if sequence.interrupted:
                     self._deliver(sequence, sequence.interrupt(sequence.interrupted))
         if self._errands:
-            self._run_errands()
+            self._errands.run(self._copy_seconds())
         if self._queue:
             self._admit()
         if self._arriving:
             self._make_ready()
         parts = self._scheduler.plan(self._running, bool(self._queue or self._arriving))
         if not parts:
-            return self._interrupted or bool(self._arriving)  # interrupted by a sink, just now
+            return self._interrupted or bool(self._arriving) or self._errands.copying  # interrupted by a sink, just now
         prompt_rows = sum(rows for sequence, rows in parts if sequence.rows_left > 1)
         streams = sum(sequence.rows_left == 1 for sequence, _ in parts)
         if self._drafting and not prompt_rows:
@@ -287,7 +291,7 @@ class Engine:
 
     def _ahead_of(self, parts: list[tuple[Sequence, int]]) -> int:
         """How many steps may follow that of these streams: none that would keep a waiting request waiting."""
-        if not self._step_ahead or self._queue or self._errands:
+        if not self._step_ahead or self._queue or self._arriving or self._errands:
             return 0
         room = min(sequence.ahead_room for sequence, _ in parts)
         return min(self._step_ahead, room, self._executor.most_ahead(len(parts))) if room else 0
@@ -350,8 +354,7 @@ class Engine:
     def _make_ready(self) -> None:
         """Goes on with the slots of who arrives, first come, first served, for as long as the running ones can wait.
         Whose slot is ready as it is does not wait for others' copies."""
-        alone = all(sequence.held for sequence in self._running)
-        end, copied = time.perf_counter() + (ALONE_SECONDS if alone else MOVE_SECONDS), False
+        end, copied = time.perf_counter() + self._copy_seconds(), False
         for arrival in tuple(self._arriving):
             sequence, taking = arrival
             left = end - time.perf_counter()
@@ -385,14 +388,8 @@ class Engine:
                 taking.cancel()
                 self._deliver(sequence, sequence.interrupt(reason))
 
-    def _run_errands(self) -> None:
-        """Those whose slots are idle, in their order."""
-        with self._lock:
-            able = [errand for errand in self._errands if errand.slot.free]
-            for errand in able:
-                self._errands.remove(errand)
-        for errand in able:
-            errand.run()
+    def _copy_seconds(self) -> float:
+        return ALONE_SECONDS if all(sequence.held for sequence in self._running) else MOVE_SECONDS
 
     def _step(
         self, parts: list[tuple[Sequence, int]], out_rows: list[int], prompt: bool, ahead: int
@@ -475,15 +472,14 @@ class Engine:
 
     def _end_running(self, failure: RequestError) -> None:
         self._turn_away(lambda sequence: sequence.interrupted or failure)
+        self._errands.fail(failure, begun=True)
         for sequence in tuple(self._running):
             self._deliver(sequence, sequence.interrupt(sequence.interrupted or failure))
 
     def _fail_queued(self, failure: RequestError) -> None:
         with self._lock:
             queued, self._queue = tuple(self._queue), deque()
-            errands, self._errands = self._errands, []
-        for errand in errands:
-            errand.result.set_exception(failure)
+        self._errands.fail(failure, begun=False)
         for sequence in queued:
             self._deliver(sequence, sequence.interrupt(failure))
 

@@ -114,7 +114,7 @@ def _refusal(path: Path, why: str) -> RequestError:
 
 
 class SlotFiles:
-    """What save, restore and erase do to a slot, in the engine's thread. `folder` "" refuses files."""
+    """The files of one folder, for slots of one model and plan. `folder` "" refuses files."""
 
     def __init__(self, folder: str, marks: dict[str, str]) -> None:
         self._folder, self._marks = folder, marks

@@ -2,12 +2,15 @@
 
 Planted once and seen to fail: everything copied at once; a source handed out while it is being copied; rows claimed
 before the last piece; memory of a copy that was broken off not given back; a slot that lost its conversation although
-nothing had been written into it yet.
+nothing had been written into it yet; a slot handed out while it is saved; a file written by the engine's thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,7 @@ from toy_model import MASK, TOKENIZER, VOCABULARY, ToyExecutor, solo
 from bloomery.runtime import engine as engine_module
 from bloomery.runtime import slot_states
 from bloomery.runtime.engine import Engine
-from bloomery.runtime.errors import WorkerLost
+from bloomery.runtime.errors import RequestError, WorkerLost
 from bloomery.runtime.executor import InPieces, StateSnapshot
 from bloomery.runtime.requests import GenerationRequest
 from bloomery.runtime.slots import SlotPool
@@ -268,3 +271,79 @@ def test_pieces_of_states_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None
     assert source.holds(1, 31) and source.states.reach.continuable(1).stop == 32
     with pytest.raises(ValueError, match="goes on at 26 to 33"):
         next(source.states.restore_pieces(1, taken, 25))
+
+
+class Files:
+    """Slot files whose disk waits until it is told."""
+
+    def __init__(self) -> None:
+        self.disk = threading.Event()
+        self.kept: dict[str, Any] = {}
+
+    def path(self, name: str) -> Path:
+        return Path(name)
+
+    def save(self, path: Path, tokens: Any, snapshot: StateSnapshot) -> dict[str, Any]:
+        assert self.disk.wait(20)
+        self.kept[path.name] = tokens, snapshot
+        return {"tokens": len(tokens), "bytes": 1, "seconds": 0.0}
+
+    def load(self, path: Path, context: int) -> Any:
+        assert self.disk.wait(20)
+        return (*self.kept[path.name], 1)
+
+
+def until(stand: Stand, done: Callable[[], bool]) -> int:
+    """Turns until then, and how many."""
+    deadline, turns = time.monotonic() + 20, 0
+    while not done():
+        assert time.monotonic() < deadline
+        turns += stand.client.engine.turn()
+    return turns
+
+
+def test_slots_are_saved_and_brought_back_between_steps() -> None:
+    """A stream goes on while 400 positions are copied, and while the disk takes its time; the slot is nobody's during
+    the copy, and what comes back is what was saved."""
+    stand, files = Stand(), Files()
+    engine, old = stand.client.engine, prompt(1, 400)
+    stand.settle(stand.ask(old, 3))
+    stream = stand.ask(prompt(2, 20), 500)
+    until(stand, lambda: len(stand.client.tokens(stream)) > 5)
+    saved = engine.slot_call("save", 0, "one", files)  # type: ignore[arg-type]
+    waiting = stand.ask(prompt(3, 30), 2)
+    for _ in range(10):
+        engine.turn()
+    assert 5 <= stand.executor.pieces <= 11 and not stand.slots()[0]["request"], "the slot is taken when it is free"
+    steps = len(stand.executor.history)
+    until(stand, lambda: stand.client.last(waiting) is not None)
+    assert len(stand.executor.history) > steps + 15 and not saved.done(), "nobody waits for the disk"
+    files.disk.set()
+    assert saved.result(20)["tokens"] == 402
+    erased = engine.slot_call("erase", 0, "", files)  # type: ignore[arg-type]
+    restored = engine.slot_call("restore", 0, "one", files)  # type: ignore[arg-type]
+    pieces = stand.executor.pieces
+    until(stand, lambda: restored.done())
+    assert erased.result()["tokens"] and restored.result()["tokens"] == 402 == stand.slots()[0]["cached"]
+    assert stand.executor.pieces - pieces >= 400 // PIECE
+    again = stand.ask((*old, 5), 3)
+    stand.settle(stream, waiting, again)
+    assert stand.client.final(again).cached_tokens == 400
+
+
+def test_errands_that_are_broken_off_end_with_the_reason() -> None:
+    stand, files = Stand(), Files()
+    stand.settle(stand.ask(prompt(1, 400), 3))
+    begun = stand.client.engine.slot_call("save", 0, "one", files)  # type: ignore[arg-type]
+    behind = stand.client.engine.slot_call("erase", 0, "", files)  # type: ignore[arg-type]
+    stand.client.engine.turn()
+    assert stand.executor.pieces == 1 and not begun.done() and not behind.done()
+    stand.client.engine.close()
+    assert not stand.client.engine.turn()
+    for future in (begun, behind):
+        with pytest.raises(RequestError, match="shutting down"):
+            future.result(0)
+    missing = Stand().client.engine.slot_call("restore", 0, "never", files)  # type: ignore[arg-type]
+    files.disk.set()
+    with pytest.raises(RequestError, match="KeyError"):
+        missing.result(20)
