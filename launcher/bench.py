@@ -305,6 +305,7 @@ def thread_rows(
 ) -> list[bench_report.Row]:
     """All trials with one number of threads: one pool, one peer process, one set of readers."""
     context = context_of(trials)
+    build = llama_bench(args, path, threads, plan)  # whatever is wrong with it is found before a model is loaded
     with ExitStack() as stack:
 
         def sides(path: str) -> tuple[BenchEngine, list[LlamaPeer]]:
@@ -336,7 +337,6 @@ def thread_rows(
         ceiling = stack.enter_context(ReadCeiling(threads, progress)) if threads else None
         source = TokenSource(engine.program.vocabulary, max(trial.depth for trial in trials))
         rows = []
-        build = llama_bench(args, path, threads, plan)
         if build is not None:
             found = run_rounds(trials, args.repeats, engine, build, ceiling, source, progress)
         for trial in trials:
