@@ -36,6 +36,7 @@ CHATML = (
 MAX_SECONDS = 3.0
 MAX_STEPS = 2_000_000  # loop passes and calls of one rendering
 MAX_SIZE = 1 << 25  # characters of a text, elements of a list
+MAX_OUTPUT = 4 * MAX_SIZE  # characters put out in one rendering, those that `set` blocks and macros take up included
 MAX_WIDTH = 10_000  # of padding, indentation and the like
 MAX_BITS = 1 << 16  # of a whole number
 PADDING = ("ljust", "rjust", "center", "zfill", "expandtabs")
@@ -186,7 +187,7 @@ class _Budget:
 
     def __init__(self, current: threading.local, seconds: float) -> None:
         self._current = current
-        self._steps = 0
+        self._steps = self._output = 0
         self._seconds = seconds
         self._deadline = time.monotonic() + seconds
 
@@ -196,6 +197,12 @@ class _Budget:
             raise SecurityError(f"more than {MAX_STEPS} loop passes and calls")
         if time.monotonic() > self._deadline:
             raise SecurityError(f"not done after {self._seconds:g} s")
+
+    def output(self, size: int) -> None:
+        """Pieces are held until their block ends; what they come to is known before."""
+        self._output += size
+        if self._output > MAX_OUTPUT:
+            raise SecurityError(f"more than {MAX_OUTPUT} characters of output")
 
     def __enter__(self) -> None:
         self._outer = getattr(self._current, "budget", None)
@@ -239,10 +246,20 @@ class _Environment(ImmutableSandboxedEnvironment):
         _check_size(len(text))
         return text
 
+    def counted_output(self, value: Any) -> Any:
+        if isinstance(value, str):
+            self._current.budget.output(len(value))
+        return value
+
     def _generate(self, source: nodes.Template, *arguments: Any, **keywords: Any) -> str:
         for loop in list(source.find_all(nodes.For)):
             loop.iter = _calling("bounded_iteration", loop.iter)
         _wrap_concatenations(source)
+        for output in list(source.find_all(nodes.Output)):
+            output.nodes = [
+                piece if isinstance(piece, nodes.TemplateData) else _calling("counted_output", piece)
+                for piece in output.nodes
+            ]
         return super()._generate(source, *arguments, **keywords)
 
     def call(__self, __context: Context, __obj: Any, *arguments: Any, **keywords: Any) -> Any:

@@ -182,6 +182,13 @@ def test_runaway_templates_end(text: str) -> None:
     assert time.monotonic() - started < 20.0  # 3 s of its own time at most; the rest is a busy machine
 
 
+@pytest.mark.parametrize("block", ["{% set s %}BODY{% endset %}{{ s }}", "{% macro s() %}BODY{% endmacro %}{{ s() }}"])
+def test_output_is_counted_before_it_is_joined(block: str) -> None:
+    """A gigabyte in pieces was held until the end of the block, and refused then."""
+    told = failure(block.replace("BODY", "{% for i in range(9999) %}{{ 'a' * 100000 }}{% endfor %}"))
+    assert "134217728 characters of output" in str(told)
+
+
 def test_great_numbers_in_a_conversation_are_no_widths() -> None:
     messages = [{"role": "user", "content": "order %99999999d of {:99999999} on 20261129"}]
     content = "order %99999999d of {:99999999} on 20261129"

@@ -70,7 +70,7 @@ def test_unknown_kinds_are_answered(served: Stand) -> None:
 
 def test_a_deeply_nested_body_is_refused(served: Stand) -> None:
     peer = served.peer()
-    bodies = (b"\x81\xa1a" + b"\x91" * 100 + b"\x01", b"\x81\xa1a" + b"\x91" * 900_000 + b"\x01")
+    bodies = (b"\x81\xa1a" + b"\x91" * 300 + b"\x01", b"\x81\xa1a" + b"\x91" * 900_000 + b"\x01")
     for body in bodies:
         peer.socket.send_multipart([MAGIC, bytes([Kind.REQUEST]), b"d" * 16, body])
         answer = peer.receive()
