@@ -369,7 +369,17 @@ def worker_starts(
     placed = topology or machine
     nodes = [placed.node_of(placed.pin_order()[rank % len(placed.pin_order())]) for rank in range(shape.processes)]
     quota = cpu_quota()
-    oversubscribed = shape.processes > min(len(order), len(order) if quota is None else quota)
+    room = min(float(len(order)), len(order) if quota is None else quota)
+    oversubscribed = shape.processes > room
+    if oversubscribed:
+        log.warning(
+            "%d worker processes take turns on %g cores%s, and each waits for the others at every stage"
+            " -> give at most %d (--threads)",
+            shape.processes,
+            room,
+            "" if quota is None else " (the control group's CPU quota)",
+            max(1, int(room)),
+        )
     return [
         WorkerStart(
             rank=rank,

@@ -23,9 +23,10 @@ from pool_kit import (
     worker_environment,
 )
 
+from bloomery.runtime.arena import ArenaShape
 from bloomery.runtime.errors import BloomeryError, ModelFileError, PlanError, StepAborted, WorkerLost
 from bloomery.runtime.executor import StepRows
-from bloomery.runtime.host_pool import HostPool
+from bloomery.runtime.host_pool import HostPool, worker_starts
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +130,18 @@ def test_workers_are_pinned_to_one_cpu_each() -> None:
     assert all(len(mask) == 1 for mask in masks)
     if len(psutil.Process().cpu_affinity()) > 1:
         assert masks[0] != masks[1]
+
+
+def test_more_workers_than_the_quota_allows_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    program = ring_workload.program()
+    for quota, processes, told in ((1.5, 1, False), (1.5, 2, True), (None, 1, False)):
+        monkeypatch.setattr("bloomery.runtime.host_pool.cpu_quota", lambda quota=quota: quota)
+        caplog.clear()
+        starts = worker_starts("", program, ArenaShape(CONTEXT, SLOTS, BLOCK, BLOCK, processes, "f32"), False, "")
+        assert [start.spins > 0 for start in starts] == [not told] * processes
+        assert ("2 worker processes take turns on 1.5 cores" in caplog.text) == told
 
 
 @pytest.mark.parametrize("processes", [1, 3])
