@@ -378,7 +378,7 @@ def test_a_cancelled_task_aborts_its_request(daemon: PrivateDaemon) -> None:
     async def main() -> None:
         async with AsyncClient(daemon.endpoint) as client:
             task = asyncio.create_task(client.complete(endless()))
-            await asyncio.sleep(0.1)
+            await asyncio.to_thread(wait_for, lambda: running(daemon) > 0)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
