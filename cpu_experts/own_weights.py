@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from bloomery.cpu_experts.kernels.work import share_start
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.host_weights import HUGE_PAGE, PAGE, huge_bytes, lock_memory
 from bloomery.runtime.model_file import Tensor
@@ -34,6 +35,8 @@ GAP: Final = 64 << 10
 _POPULATE_WRITE: Final = 23
 _POPULATE_PIECE: Final = 64 << 20
 _LINE: Final = 64
+_share_start: Final[Callable[[int, int, int], int]] = share_start.py_func
+"""That of the kernels, as Python."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ class OwnWeights:
         tensor = self._program.weights[name]
         rows = len(tensor.rows) // matrices
         first, last = (
-            min(max(share_start(total, rank, self._ranks) - before, 0), rows) for rank in (self._rank, self._rank + 1)
+            min(max(_share_start(total, rank, self._ranks) - before, 0), rows) for rank in (self._rank, self._rank + 1)
         )
         part = Part(tensor, first, last, matrices, self.nbytes)
         self._parts[key] = part
@@ -170,12 +173,6 @@ class OwnWeights:
     def lock(self) -> str:
         """Keeps the rows in memory; why that is not possible, or ""."""
         return lock_memory(self._address, self.nbytes) if self.nbytes else ""
-
-
-def share_start(total: int, rank: int, ranks: int) -> int:
-    """First of the output rows that a rank computes: `kernels.work.share_start` in Python."""
-    share = total // ranks
-    return rank * share + min(rank, total - share * ranks)
 
 
 def batches_of(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:

@@ -35,6 +35,7 @@ class Outflow:
         self._request_id, self._credit, self._limits = request_id, credit, limits
         self._send, self._clock = send, clock
         self._held: deque[_HeldChunks] = deque()
+        self._held_bytes = 0
         self._next: Message | None = None
         self._end: Message | None = None
         self._stalled_since: float | None = None
@@ -48,14 +49,14 @@ class Outflow:
     @property
     def overfull(self) -> bool:
         """Whether the client lags so far behind that the engine should not decode on for it."""
-        return self.blocked and sum(held.nbytes for held in self._held) > self._limits.buffer_bytes
+        return self.blocked and self._held_bytes > self._limits.buffer_bytes
 
     def add(self, chunk: Chunk) -> None:
         """Takes a chunk; it leaves with the next `flush`, or later, merged with its successors. Chunks with logprobs
         stay apart, so that text and probabilities of each token come together."""
         if not self._held or chunk.logprobs or self._held[-1].alone:
             self._held.append(_HeldChunks(self._request_id, alone=bool(chunk.logprobs)))
-        self._held[-1].add(chunk)
+        self._held_bytes += self._held[-1].add(chunk)
 
     def finish(self, end: Message) -> None:
         """The FINAL or ERROR that follows the last chunk."""
@@ -76,7 +77,9 @@ class Outflow:
                 return self._blocked()
             if self._next is None:
                 held = self._held[0]
+                self._held_bytes -= held.nbytes
                 self._next = event_message(held.take(self._limits.chunk_bytes), self._request_id)
+                self._held_bytes += held.nbytes
                 if not held.nbytes:
                     self._held.popleft()
             sent = self._send(self._next)
@@ -121,7 +124,9 @@ class _HeldChunks:
         self._prompt_logprobs: list[float] = []
         self._logits: list[NDArray[np.float32]] = []
 
-    def add(self, chunk: Chunk) -> None:
+    def add(self, chunk: Chunk) -> int:
+        """The bytes by which it has grown."""
+        before = self.nbytes
         self._tokens += chunk.tokens
         self._text.append(chunk.text)
         self._logprobs += chunk.logprobs
@@ -131,6 +136,7 @@ class _HeldChunks:
         if chunk.logits is not None:
             self._logits.append(chunk.logits)
             self.nbytes += chunk.logits.nbytes
+        return self.nbytes - before
 
     def take(self, chunk_bytes: int) -> Chunk:
         """Everything but logits, and as many rows of logits (at least one) as fit into `chunk_bytes`."""
