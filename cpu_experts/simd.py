@@ -226,6 +226,10 @@ class Emitter:
     def ashr(self, value: Value, by: int | Sequence[int]) -> Value:
         return self.b.ashr(value, self._amounts(value, by))
 
+    def shift_out(self, value: Value, starts: Sequence[int]) -> Value:
+        """vpmultishiftqb (AVX-512-VBMI) of i8x64: byte i is 8 bits of its 8 bytes from bit starts[i] on, cyclic."""
+        return self.call("llvm.x86.avx512.pmultishift.qb.512", i8x64.ir, [self.constant(i8x64, starts), value])
+
     def bytes_shr(self, value: Value, by: int, mask: int) -> Value:
         """(byte >> by) & mask for every byte; AVX2 shifts words, so `mask` must fit the bits that stay of a byte."""
         assert mask < 256 >> by

@@ -101,9 +101,7 @@ def _pairs(values: Sequence[Any]) -> list[tuple[Any, Any]]:
 def _sign_bytes(s: Emitter, words: Value) -> Value:
     """i8x64: from words (i32x16) with four fields of 7 bits each field with an eighth bit that makes the number of set
     bits even."""
-    fields = s.call(
-        "llvm.x86.avx512.pmultishift.qb.512", i8x64.ir, [s.constant(i8x64, _FIELDS * 8), s.as_(i8x64, words)]
-    )
+    fields = s.shift_out(s.as_(i8x64, words), _FIELDS * 8)
     even = [field | (field.bit_count() & 1) << 7 for field in range(128)]
     return _of_two(s, s.constant(i8x64, even[:64]), fields, s.constant(i8x64, even[64:]))
 

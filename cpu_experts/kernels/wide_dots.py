@@ -13,7 +13,7 @@ from typing import Final
 from llvmlite import ir
 
 from bloomery.cpu_experts.kernels.block_formats import IQ4_VALUES, IQ4_XS
-from bloomery.cpu_experts.kernels.block_parts import half_floats
+from bloomery.cpu_experts.kernels.block_parts import SPLIT_ORDER, half_floats
 from bloomery.cpu_experts.kernels.wide_formats import Nibbles, WideBlocks
 from bloomery.cpu_experts.simd import Emitter, Value, f32x4, i8x16, i8x32, i8x64, i16x16, i16x32, i32x8, i32x16
 from bloomery.cpu_experts.vectors import ELEMENTS
@@ -25,31 +25,35 @@ def wide_dots(s: Emitter, kind: type[WideBlocks], addresses: Sequence[Value], x:
     """acc (f32x4) after one block of four rows; x: addresses of the activations' values, d and sums."""
     x_values, x_d, x_sums = x
     facts, blocks = kind.facts, kind(s, addresses)
-    activations = [s.concat(*(s.load(i8x32, x_values, start) for start in blocks.runs(group))) for group in range(4)]
-    sums = s.load(i16x16, x_sums)
-    totals = []
+    activations = [s.concat(*(s.load(i8x32, x_values, start) for start in kind.runs(group))) for group in range(4)]
+    rows = []
     for row in range(4):
-        total = s.zero(i32x16)
-        for pair in range(2):
+        total = None
+        for pair, groups in enumerate(kind.pairs):
             dots = [
                 s.add_products_u8(
                     s.zero(i32x16), blocks.values(row, group), blocks.signed(row, group, activations[group])
                 )
-                for group in (2 * pair, 2 * pair + 1)
+                for group in groups
             ]
-            total = s.add_products_i16(total, s.pack_i16(*dots), _scales(s, blocks, row, pair))
-        totals.append(s.add(s.low(total), s.high(total)))
+            packed, scales = s.pack_i16(*dots), blocks.scales(row, pair)
+            if total is None:
+                total = s.pair_products_i16(packed, scales)
+            else:
+                total = s.add_products_i16(s.ashr(total, kind.first_lifted), packed, scales)
+        rows.append(total)
+    totals = _row_by_row(s, rows)
     if facts.offset:
-        shift = facts.offset.bit_length() - 1
-        for row, lift in enumerate(_by_sums(s, blocks.scale_pairs, sums)):
-            totals[row] = s.sub(totals[row], s.shl(lift, shift))
+        lift = _by_sums(s, kind, blocks.scale_halves, x_sums)
+        totals = s.sub(totals, s.shl(lift, facts.offset.bit_length() - 1))
     dx = s.splat(f32x4, s.load_scalar("f32", x_d))
-    d = blocks.floats[0]
-    acc = s.fma(s.fmul(d, dx), s.to_float(f32x4, s.sum4(*totals)), acc)
-    if facts.minimum_at is not None:
-        dmin = blocks.floats[1]
-        acc = s.fma(s.fneg(s.fmul(dmin, dx)), s.to_float(f32x4, _minima(s, blocks, sums)), acc)
-    return acc
+    if facts.minimum_at is None:
+        isum = s.ashr(_sums_of_fours(s, totals), kind.scales_lifted)
+        return s.fma(s.fmul(blocks.floats[0], dx), s.to_float(f32x4, isum), acc)
+    isum, minima = _sums_of_both(s, totals, _by_sums(s, kind, blocks.minimum_halves, x_sums))
+    d, dmin = blocks.floats
+    acc = s.fma(s.fmul(d, dx), s.to_float(f32x4, isum), acc)
+    return s.fma(s.fneg(s.fmul(dmin, dx)), s.to_float(f32x4, minima), acc)
 
 
 def table_dots(s: Emitter, addresses: Sequence[Value], x: Sequence[Value], acc: Value) -> Value:
@@ -100,9 +104,7 @@ def nibble_sums(s: Emitter, kind: Nibbles, addresses: Sequence[Value], x_values:
             values = s.or_(values, _fifth_bits(s, addresses, kind.fifth_at + 2 * half))
         activations = s.load(i8x16, x_values, 16 * half)
         dots = s.add_products_u8(dots, values, _join(s, [activations] * 4))
-    for distance in (1, 2):
-        dots = s.add(dots, s.lanes(dots, [lane ^ distance for lane in range(16)]))
-    return s.lanes(dots, [0, 4, 8, 12])
+    return _sums_of_fours(s, dots)
 
 
 def _join(s: Emitter, parts: Sequence[Value]) -> Value:
@@ -120,31 +122,44 @@ def _fifth_bits(s: Emitter, addresses: Sequence[Value], at: int) -> Value:
     return s.b.select(mask, s.splat_constant(i8x64, 16), s.zero(i8x64))
 
 
-def _scales(s: Emitter, blocks: WideBlocks, row: int, pair: int) -> Value:
-    """i16x32 beside the packed sums of groups 2*pair and 2*pair + 1: in each 16 bytes four of the first, four of the
-    second."""
-    places = []
-    for lane in range(32):
-        quarter, within = divmod(lane, 8)
-        run = blocks.runs(2 * pair + within // 4)[quarter // 2]
-        element = run + 16 * (quarter % 2)
-        places.append(16 * (row % 2) + blocks.scale_place(element))
-    return s.lanes(blocks.scale_pairs[row // 2], places)
+def _row_by_row(s: Emitter, rows: Sequence[Value]) -> Value:
+    """i32x16: in 16 bytes for each of four i32x16 four partial sums of its lanes."""
+    halves = []
+    for first, second in (rows[:2], rows[2:]):
+        low = s.shuffle(first, second, [*range(8), *range(16, 24)])
+        halves.append(s.add(low, s.shuffle(first, second, [*range(8, 16), *range(24, 32)])))
+    even = [lane for start in (0, 8, 16, 24) for lane in range(start, start + 4)]
+    low, high = halves
+    return s.add(s.shuffle(low, high, even), s.shuffle(low, high, [lane + 4 for lane in even]))
 
 
-def _by_sums(s: Emitter, pairs: Sequence[Value], sums: Value) -> list[Value]:
-    """i32x8 for each row: 16 scales or minima times the activation sums, eight partial sums."""
-    twice = s.concat(sums, sums)
-    products = [s.pair_products_i16(pair, twice) for pair in pairs]
-    return [half for product in products for half in (s.low(product), s.high(product))]
+def _sums_of_fours(s: Emitter, value: Value) -> Value:
+    """i32x4 of the sums of the four lanes in each 16 bytes of i32x16."""
+    for distance in (1, 2):
+        value = s.add(value, s.lanes(value, [lane ^ distance for lane in range(16)]))
+    return s.lanes(value, [0, 4, 8, 12])
 
 
-def _minima(s: Emitter, blocks: WideBlocks, sums: Value) -> Value:
-    """i32x4: for each row the sum of minimum * activation sum."""
-    if blocks.sub_blocks == 16:
-        return s.sum4(*_by_sums(s, blocks.minimum_pairs, sums))
-    eight = s.add(s.low(sums), s.high(sums))  # split order: even sub-blocks of 16 and odd ones
-    twice = s.concat(eight, eight)
-    products = s.pair_products_i16(blocks.eight_minima, s.concat(twice, twice))
-    parts = [s.lanes(products, range(4 * row, 4 * row + 4)) for row in range(4)]
-    return s.sum4(*parts)
+def _sums_of_both(s: Emitter, x: Value, y: Value) -> tuple[Value, Value]:
+    """`_sums_of_fours` of x and of y."""
+    even = [at for part in range(0, 16, 4) for at in (part, part + 2, part + 16, part + 18)]
+    both = s.add(s.shuffle(x, y, even), s.shuffle(x, y, [lane + 1 for lane in even]))
+    both = s.add(both, s.lanes(both, [lane ^ 1 for lane in range(16)]))
+    return s.lanes(both, [0, 4, 8, 12]), s.lanes(both, [2, 6, 10, 14])
+
+
+def _by_sums(s: Emitter, kind: type[WideBlocks], halves: Sequence[Value], x_sums: Value) -> Value:
+    """i32x16: for each row, in its 16 bytes, four partial sums of its scales or minima times the activation sums."""
+    sums = s.load(i16x16, x_sums)
+    if kind.sub_blocks == 8:
+        eight = s.add(s.low(sums), s.high(sums))  # split order: even sub-blocks of 16 and odd ones
+        return s.pair_products_i16(halves[0], s.lanes(eight, [*range(8)] * 4))
+    total = None
+    for half, of_scales in enumerate(halves):
+        places = [SPLIT_ORDER.index(block) for block in kind.order()[8 * half : 8 * half + 8]]
+        beside = s.lanes(sums, places * 4)
+        if total is None:
+            total = s.pair_products_i16(of_scales, beside)
+        else:
+            total = s.add_products_i16(total, of_scales, beside)
+    return total

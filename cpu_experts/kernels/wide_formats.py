@@ -25,16 +25,17 @@ i64x8 = vector("i64", 8)
 _BIT_64: Final = ir.VectorType(ir.IntType(1), 64)
 
 
-def split_place(block: int) -> int:
-    """Where sub-block `block` of 16 lies in split order."""
-    return SPLIT_ORDER.index(block)
-
-
 class WideBlocks:
-    """One block of four rows at four addresses. Class attributes and methods describe a quant type."""
+    """One block of four rows at four addresses. Class attributes and methods describe a quant type.
+
+    The scales of a row are 16 places in `order`, eight of each pair of groups; those of the four rows lie in the four
+    times 16 bytes of a register."""
 
     facts: ClassVar[type[SuperBlock]]
     sub_blocks: ClassVar[int] = 16
+    pairs: ClassVar[tuple[tuple[int, int], tuple[int, int]]] = ((0, 1), (2, 3))  # groups whose sums are packed together
+    first_lifted: ClassVar[int] = 0  # values of the first pair are taken times 2 to this power
+    scales_lifted: ClassVar[int] = 0  # and all scales times 2 to this one
 
     def __init__(self, emitter: Emitter, addresses: Sequence[Value]) -> None:
         self.s = emitter
@@ -48,9 +49,20 @@ class WideBlocks:
         """i8x64: what multiplies `values(row, group)` instead of the activations, where those carry the signs."""
         return activations
 
-    def runs(self, group: int) -> tuple[int, int]:
+    @classmethod
+    def runs(cls, group: int) -> tuple[int, int]:
         """Where the two runs of 32 elements start that group 0..3 of 64 is made of."""
         return 64 * group, 64 * group + 32
+
+    @classmethod
+    def blocks_of(cls, pair: int) -> list[int]:
+        """Sub-blocks of 16 of a pair of groups, four of the first, four of the second."""
+        return [run // 16 + half for group in cls.pairs[pair] for run in cls.runs(group) for half in range(2)]
+
+    @classmethod
+    def order(cls) -> list[int]:
+        """Which sub-block of 16 each of the 16 places belongs to, for types with so many."""
+        return [block for pair in range(2) for block in cls.blocks_of(pair)]
 
     @functools.cached_property
     def floats(self) -> list[Value]:
@@ -59,23 +71,23 @@ class WideBlocks:
         return [half_floats(self.s, self.addresses, at) for at in places]
 
     @functools.cached_property
-    def scale_pairs(self) -> list[Value]:
-        """i16x32 twice: the scales of rows 0 and 1, of rows 2 and 3; 16 places a row, `scale_place` says which."""
+    def scale_halves(self) -> list[Value]:
+        """i16x32 of the first eight places of each row and of the last; the first only for types with 8 sub-blocks."""
         raise NotImplementedError
 
     @functools.cached_property
-    def minimum_pairs(self) -> list[Value]:
-        """i16x32 twice, as `scale_pairs` and in the same places; only for types with minima and 16 sub-blocks."""
+    def minimum_halves(self) -> list[Value]:
+        """The same of minima; only for types with minima."""
         raise NotImplementedError
 
-    @functools.cached_property
-    def eight_minima(self) -> Value:
-        """i16x32: eight minima of each row; only for types with minima and 8 sub-blocks."""
-        raise NotImplementedError
-
-    def scale_place(self, element: int) -> int:
-        """Place of the scale of element `element` among a row's 16."""
-        return split_place(element // 16) if self.sub_blocks == 16 else element // 32
+    def scales(self, row: int, pair: int) -> Value:
+        """i16x32 beside the packed sums of a pair: in each 16 bytes four of the first group, four of the second."""
+        blocks = self.blocks_of(pair)
+        if self.sub_blocks == 8:
+            half, places = 0, [block // 2 for block in blocks]
+        else:
+            half, places = pair, list(range(8))
+        return self.s.lanes(self.scale_halves[half], [8 * row + place for place in beside_packed(places)])
 
     # ---- loads and bits
     def four(self, at: int) -> Value:
@@ -96,7 +108,7 @@ class WideBlocks:
         """value & mask, the mask's four words repeated in every 16 bytes (words of i32)."""
         return self.s.and_(value, self.s.constant(i32x16, list(mask) * 4))
 
-    def order(self, value: Value, words: Sequence[int]) -> Value:
+    def order_words(self, value: Value, words: Sequence[int]) -> Value:
         """Words in every 16 bytes rearranged."""
         lanes = [4 * part + word for part in range(4) for word in words]
         return self.s.lanes(self.s.as_(i32x16, value), lanes)
@@ -124,16 +136,28 @@ class WideBlocks:
             words = s.shl(words, [up[0]] * 4 + [up[1]] * 4)
         return s.and_(s.as_(i8x64, words), kept)
 
-    def halves(self, value: Value, signed: bool) -> list[Value]:
-        """Bytes (i8x64) as i16x32 twice."""
-        widen = self.s.sext if signed else self.s.zext
-        # opaque: LLVM would rather permute bytes and widen them again for every use
-        return [self.s.opaque(widen(i16x32, half)) for half in (self.s.low(value), self.s.high(value))]
+    def halves(self, value: Value, signed: bool = False) -> list[Value]:
+        """i16x32 of the first eight bytes (i8x64) of each 16, and of the last; `signed` ones 256 times too great."""
+        s = self.s
+        found = []
+        for half in range(2):
+            lanes = [lane for part in range(4) for at in range(8) for lane in (16 * part + 8 * half + at, 64)]
+            zero = s.zero(i8x64)
+            if signed:
+                lanes = [lanes[at ^ 1] for at in range(64)]
+            # opaque: LLVM would rather permute bytes and widen them again for every use
+            found.append(s.opaque(s.as_(i16x32, s.shuffle(value, zero, lanes))))
+        return found
 
-    def split(self, value: Value) -> Value:
-        """Every 16 bytes in split order."""
-        lanes = [16 * part + lane for part in range(4) for lane in SPLIT_ORDER]
+    def ordered(self, value: Value) -> Value:
+        """Bytes of sub-blocks, 16 for each row, as `order` has them."""
+        lanes = [16 * part + block for part in range(4) for block in self.order()]
         return self.s.lanes(value, lanes)
+
+
+def beside_packed(places: Sequence[int]) -> list[int]:
+    """For the 32 lanes of packed sums the place out of eight, four of the first group and four of the second."""
+    return [places[4 * (lane // 4 % 2) + lane // 8] for lane in range(32)]
 
 
 def _bit_matrix(start: int, to: int, width: int) -> int:
@@ -144,47 +168,85 @@ def _bit_matrix(start: int, to: int, width: int) -> int:
     return matrix
 
 
-class Q2_K(WideBlocks):
+class TwoBits(WideBlocks):
+    """Values of which two bits lie in 64 bytes, those of four sub-blocks in each byte: only the upper four are moved
+    down, and the upper two of four are taken four times too great."""
+
+    pairs = ((1, 3), (0, 2))
+    first_lifted = 2
+    quants_at: ClassVar[int]
+
+    @classmethod
+    def runs(cls, group: int) -> tuple[int, int]:
+        return 32 * group, 128 + 32 * group
+
+    @functools.cached_property
+    def nibbles(self) -> list[tuple[Value, Value]]:
+        """For each row i8x64 whose lower four bits are those of groups 0 and 1, of groups 2 and 3."""
+        s = self.s
+        quants = [s.load(i8x64, address, self.quants_at) for address in self.addresses]
+        return [(row, s.as_(i8x64, s.lshr(s.as_(i16x32, row), 4))) for row in quants]
+
+    def values(self, row: int, group: int) -> Value:
+        part, upper = divmod(group, 2)
+        return self.s.and_(self.nibbles[row][part], self.s.splat_constant(i8x64, 3 << 2 * upper))
+
+
+class Q2_K(TwoBits):
     facts = block_formats.Q2_K
+    quants_at = 16
 
     @functools.cached_property
     def packed(self) -> Value:
-        return self.split(self.four(0))
+        return self.ordered(self.four(0))
 
     @functools.cached_property
-    def scale_pairs(self) -> list[Value]:
-        return self.halves(self.s.and_(self.packed, self.s.splat_constant(i8x64, 15)), signed=False)
+    def scale_halves(self) -> list[Value]:
+        return self.halves(self.s.and_(self.packed, self.s.splat_constant(i8x64, 15)))
 
     @functools.cached_property
-    def minimum_pairs(self) -> list[Value]:
+    def minimum_halves(self) -> list[Value]:
         upper = self.s.as_(i8x64, self.s.lshr(self.s.as_(i16x32, self.packed), 4))
-        return self.halves(self.s.and_(upper, self.s.splat_constant(i8x64, 15)), signed=False)
-
-    def values(self, row: int, group: int) -> Value:
-        half, pair = divmod(group, 2)
-        return self.bits(self.twice(row, 16 + 32 * half), (4 * pair, 0), (4 * pair + 2, 0), 2)
+        return self.halves(self.s.and_(upper, self.s.splat_constant(i8x64, 15)))
 
 
-class Q3_K(WideBlocks):
+class Q3_K(TwoBits):
     facts = block_formats.Q3_K
+    quants_at = 32
+    scales_lifted = 8
 
     @functools.cached_property
-    def scale_pairs(self) -> list[Value]:
+    def end(self) -> Value:
+        """i8x64: the last 16 bytes of each row: 2 of the quants, 12 of packed scales, d."""
+        return self.four(94)
+
+    @functools.cached_property
+    def floats(self) -> list[Value]:
         s = self.s
-        around = self.four(94)  # the 12 packed bytes start at 96; the load stays inside the block
-        lanes = [16 * part + lane for part in range(4) for lane in [2, 3, 4, 5, 6, 7, 8, 9] * 2]
-        low = self.each(self.words_of(s.lanes(around, lanes), [0, 0, 4, 4]), [0x0F0F0F0F] * 4)
-        lanes = [16 * part + lane for part in range(4) for lane in [10, 11, 12, 13] * 4]
-        high = s.shl(s.as_(i32x16, s.lanes(around, lanes)), [4, 2, 0, 0] * 4)
-        high = self.each(s.lshr(high, [0, 0, 0, 2] * 4), [0x30303030] * 4)
-        biased = s.as_(i8x64, s.or_(low, high))
-        return self.halves(self.split(s.sub(biased, s.splat_constant(i8x64, 32))), signed=True)
+        d = s.lanes(s.as_(i16x32, self.end), [7, 15, 23, 31])
+        return [s.widen(f32x4, s.as_(vector("f16", 4), d))]
+
+    @functools.cached_property
+    def scale_halves(self) -> list[Value]:
+        s = self.s
+        low, high = (
+            s.lanes(self.end, [16 * part + lane for part in range(4) for lane in lanes])
+            for lanes in ([2, 3, 4, 5, 6, 7, 8, 9] * 2, [10, 11, 12, 13] * 4)
+        )
+        if host_features().get("avx512vbmi", False):
+            low = s.shift_out(low, [8 * (block % 8) + 4 * (block // 8) for block in self.order()] * 4)
+            high = s.shift_out(high, [(8 * (block % 4) + 2 * (block // 4) - 4) % 64 for block in self.order()] * 4)
+        else:
+            low = self.ordered(s.as_(i8x64, self.words_of(low, [0, 0, 4, 4])))
+            high = self.words_of(s.shl(s.as_(i32x16, high), [4, 2, 0, 0] * 4), [0, 0, 0, 2])
+            high = self.ordered(s.as_(i8x64, high))
+        low = s.and_(low, s.splat_constant(i8x64, 0x0F))
+        biased = s.or_(low, s.and_(high, s.splat_constant(i8x64, 0x30)))
+        return self.halves(s.sub(biased, s.splat_constant(i8x64, 32)), signed=True)
 
     def values(self, row: int, group: int) -> Value:
-        half, pair = divmod(group, 2)
-        low = self.bits(self.twice(row, 32 + 32 * half), (4 * pair, 0), (4 * pair + 2, 0), 2)
-        bit = 2 * group
-        return self.s.or_(low, self.bits(self.twice(row, 0), (bit, 2), (bit + 1, 2), 1))
+        to = 2 + 2 * (group % 2)
+        return self.s.or_(super().values(row, group), self.bits(self.twice(row, 0), (group, to), (4 + group, to), 1))
 
 
 class Q4_K(WideBlocks):
@@ -205,25 +267,24 @@ class Q4_K(WideBlocks):
 
     @functools.cached_property
     def both(self) -> list[Value]:
-        """i16x32 twice: of two rows each 8 scales, then 8 minima."""
+        """i16x32 twice: of each row 8 scales, and 8 minima."""
         s = self.s
-        low = s.lshr(self.order(self.header, [1, 3, 2, 3]), [0, 0, 0, 4] * 4)
+        low = s.lshr(self.order_words(self.header, [1, 3, 2, 3]), [0, 0, 0, 4] * 4)
         low = self.each(low, [0x3F3F3F3F, 0x0F0F0F0F] * 2)
-        high = s.lshr(self.order(self.header, [1, 1, 2, 2]), [0, 2, 0, 2] * 4)
+        high = s.lshr(self.order_words(self.header, [1, 1, 2, 2]), [0, 2, 0, 2] * 4)
         high = self.each(high, [0, 0x30303030] * 2)
-        return self.halves(s.as_(i8x64, s.or_(low, high)), signed=False)
+        return self.halves(s.as_(i8x64, s.or_(low, high)))
 
     @functools.cached_property
-    def scale_pairs(self) -> list[Value]:
-        return self.both
+    def scale_halves(self) -> list[Value]:
+        return self.both[:1]
 
     @functools.cached_property
-    def eight_minima(self) -> Value:
-        lanes = [*range(8, 16), *range(24, 32), *range(40, 48), *range(56, 64)]
-        rows_01, rows_23 = self.both
-        return self.s.shuffle(rows_01, rows_23, lanes)
+    def minimum_halves(self) -> list[Value]:
+        return self.both[1:]
 
-    def runs(self, group: int) -> tuple[int, int]:
+    @classmethod
+    def runs(cls, group: int) -> tuple[int, int]:
         first = 128 * (group // 2) + 32 * (group % 2)
         return first, first + 64
 
@@ -247,8 +308,8 @@ class Q6_K(WideBlocks):
     facts = block_formats.Q6_K
 
     @functools.cached_property
-    def scale_pairs(self) -> list[Value]:
-        return self.halves(self.split(self.four(192)), signed=True)
+    def scale_halves(self) -> list[Value]:
+        return [self.s.ashr(half, 8) for half in self.halves(self.four(192), signed=True)]
 
     def values(self, row: int, group: int) -> Value:
         half, pair = divmod(group, 2)
@@ -270,10 +331,9 @@ class WideGrid(WideBlocks):
     def floats(self) -> list[Value]:
         return [block_scales(self.s, self.facts, self.addresses)]
 
-    @functools.cached_property
-    def scale_pairs(self) -> list[Value]:
-        scales = [row.scales for row in self.rows]
-        return [self.s.concat(*scales[:2]), self.s.concat(*scales[2:])]
+    def scales(self, row: int, pair: int) -> Value:
+        places = [SPLIT_ORDER.index(block) for block in self.blocks_of(pair)]
+        return self.s.lanes(self.rows[row].scales, beside_packed(places))
 
     def values(self, row: int, group: int) -> Value:
         return self.s.concat(*(self.rows[row].magnitudes(2 * group + half) for half in range(2)))
