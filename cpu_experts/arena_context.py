@@ -24,8 +24,8 @@ class SizingContext:
     def __init__(self, program: Program, shape: ArenaShape, own: OwnWeights | None = None) -> None:
         """`own` learns which rows of the weights this rank wants."""
         self._own = own
-        self.max_rows = shape.max_rows
-        self.max_out_rows = shape.max_out_rows
+        self.max_rows = shape.handed_rows
+        self.max_out_rows = min(shape.max_out_rows, shape.handed_rows)
         self.ranks = shape.processes
         self.context = shape.context
         self.cache_type: str = shape.cache_type
@@ -76,8 +76,8 @@ class ArenaContext:
         self._own = own
         self._hand_off_ns = hand_off_ns
         shape = arena.layout.shape
-        self.max_rows = shape.max_rows
-        self.max_out_rows = shape.max_out_rows
+        self.max_rows = shape.handed_rows
+        self.max_out_rows = min(shape.max_out_rows, shape.handed_rows)
         self.ranks = shape.processes
         self.context = shape.context
         self.cache_type: str = shape.cache_type

@@ -31,6 +31,7 @@ from bloomery.cpu_experts.sync import (
 )
 from bloomery.runtime.step_record import (
     ABORT,
+    ALONE,
     BELL,
     DETAIL,
     DONE,
@@ -233,7 +234,9 @@ def serve(control: int, record: int, table: int, stages: int, private: int, rank
         store_release(private + POINTERS + 8 * STEP_ROWS, load_acquire(record + ROWS))
         store_release(private + POINTERS + 8 * STEP_OUT_ROWS, load_acquire(record + OUT_ROWS))
         store_release(private + POINTERS + 8 * STEP_FAILURE, 0)
-        outcome = _run_stages(control, table, stages, private, rank, ranks, step)
+        outcome = _COMPLETED
+        if load_acquire(record + ALONE) == 0:
+            outcome = _run_stages(control, table, stages, private, rank, ranks, step)
         _report(control, rank, load_acquire(private + REPORTERS), step, outcome)
 
 

@@ -15,9 +15,10 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from bloomery.gpu_worker.card_memory import CardMemory, CardStore
 from bloomery.gpu_worker.driver import Card, CardError, Graph, MappedMemory
 from bloomery.gpu_worker.engram_feed import EngramFeed
+from bloomery.gpu_worker.expert_stream import ExpertStream
 from bloomery.gpu_worker.hand_off_lowering import HostSide
 from bloomery.gpu_worker.kernel_functions import Kernels
 from bloomery.gpu_worker.launches import MAX_ROWS, KernelName, Launch
@@ -37,6 +39,7 @@ from bloomery.runtime.errors import StepAborted, WorkerLost
 from bloomery.runtime.executor import MOST_AHEAD, StateSnapshot, StepResult, StepRows, check_rows
 from bloomery.runtime.program import Program, View
 from bloomery.runtime.slot_states import SlotStates
+from bloomery.runtime.step_parts import step_parts
 
 LOGITS_BYTES: Final = 64 << 20
 _BLOCKS_KEPT: Final = 16
@@ -97,11 +100,14 @@ class CardExecutor:
         self._graphs = graphs and not self._sync
         self._prepared: dict[tuple[int, int, bool], _Prepared] = {}
         self._blocks: dict[tuple[int, int], list[Launch]] = {}
-        self._least_block = self._max_rows + 1 if deterministic else LEAST_ROWS
+        none = self._max_rows + 1
+        least = (host.stream_rows or none) if host else LEAST_ROWS
+        self._least_block = none if deterministic else max(LEAST_ROWS, least)
         self._lock = threading.Lock()
         self._running = self._aborted = self._closed = False
         self._lost = ""
         self._is_cut, self._on_end, self._results, self._host = is_cut, on_end, results, host
+        self._experts: ExpertStream | None = None
         spare = max(self._max_rows, LEAST_SPARE)
         self._counts = {"steps": 0, "rows": 0, "aborted": 0}
         self._seconds = 0.0
@@ -133,14 +139,20 @@ class CardExecutor:
         )
         if self._host:
             self.memory.meet_host(partial(self._host.addresses, self._on_card))
+            if blocks:
+                self._experts = ExpertStream(self.card, program, self.memory, self._host.tiers)
         self._feed = EngramFeed(program, self._max_rows, self._pinned) if program.engram else None
-        launches = lower_all(program, self.memory, self._max_rows if blocks else 0, self._max_out_rows)
+        self._block_context = self._experts.context if self._experts else self.memory
+        rows = self._max_rows if blocks else 0
+        launches = lower_all(program, self.memory, rows, self._max_out_rows, self._block_context)
         self.memory.settle()
         self._kernels = Kernels(self.card)
         names = {launch.kernel for launch in launches}
         for name in [name for name in names if name.function.startswith("matmul_")]:
             names |= {KernelName(name.file, f"matmul_{n}", name.quant_type) for n in (1, 2, 4, 8)}
         self._kernels.load(names, progress)
+        if self._experts:
+            self._experts.connect(progress)
         groups = -(-self._max_rows // MAX_ROWS) + self._max_rows // self._least_block
         self._records = cuda.pagelocked_empty((groups, 4, MAX_ROWS), np.int32)
         self._block_record = cuda.pagelocked_empty((4, self._max_rows if blocks else MAX_ROWS), np.int32)
@@ -233,8 +245,14 @@ class CardExecutor:
             "step_seconds_mean": self._seconds / self._counts["steps"] if self._counts["steps"] else 0.0,
             "graph_nodes": {f"{r}x{o}{'+' * a}": p.graph.nodes for (r, o, a), p in self._prepared.items() if p.graph},
             "card_bytes": sum(self.memory.sizes.values()),
+            "experts_from": self.experts_from,
             "lost": self._lost,
         }
+
+    @property
+    def experts_from(self) -> str:
+        """How experts on the host come to prompt blocks; "" where none do."""
+        return self._experts.source if self._experts else ""
 
     def close(self) -> None:
         if self._closed:
@@ -246,6 +264,8 @@ class CardExecutor:
                     prepared.graph.close()
             if self._feed:
                 self._feed.close()
+            if self._experts:
+                self._experts.close()
             self.memory.free()
             for mapped in self._mapped:
                 mapped.close()
@@ -289,10 +309,16 @@ class CardExecutor:
         """Before part `number`: waits until few are under way, and raises StepAborted if the step is to end."""
         if number >= _AHEAD:
             self._events[number % _AHEAD].synchronize()
+        self._end_if_cut(f"{what} {which}")
+
+    def _end_if_cut(self, before: str) -> None:
+        """StepAborted, with nothing under way, if the step is to end."""
         if self._is_cut() or self._aborted:
+            if self._experts:
+                self._experts.end()
             self.card.stream.synchronize()
             self._counts["aborted"] += 1
-            raise StepAborted(f"aborted before {what} {which}")
+            raise StepAborted(f"aborted before {before}")
 
     def _run(self, rows: StepRows) -> None:
         if rows.ahead:
@@ -302,7 +328,9 @@ class CardExecutor:
         done = groups = 0
         if self._feed:
             self._feed.bring(rows, lambda state, slot, before: self.memory.read(state, slot, before)[:, 0])
-        for number, (first, last, block) in enumerate(self._parts(rows)):
+        for number, (first, last, block) in enumerate(
+            step_parts(rows.slots, rows.positions, MAX_ROWS, self._least_block)
+        ):
             self._look_up(number, "row", first)
             part = slice(first, last)
             wanted = rows.out_rows[(rows.out_rows >= first) & (rows.out_rows < last)] - first
@@ -318,7 +346,7 @@ class CardExecutor:
             for table, brought in self._feed.rows.items() if self._feed else ():
                 cuda.memcpy_htod_async(self.memory.brought(table), brought[part], stream)
             if block:
-                self._launch_eagerly(self._block(last - first, len(wanted)), wait=self._sync)
+                self._launch_block(self._block(last - first, len(wanted)))
             else:
                 self._launch(self._prepare(last - first, len(wanted)))
             if len(wanted):
@@ -337,24 +365,11 @@ class CardExecutor:
         ended.synchronize()
         on_end(int(1e6 * ended.time_since(begun)))
 
-    def _parts(self, rows: StepRows) -> Iterator[tuple[int, int, bool]]:
-        """(first row, row after the last, whether it is a prompt block): how a step is cut."""
-        follows = (np.diff(rows.slots) == 0) & (np.diff(rows.positions) == 1)
-        ends = [*(np.flatnonzero(~follows) + 1).tolist(), len(rows.tokens)]
-        begin = first = 0
-        for end in ends:
-            block = end - first >= self._least_block
-            if block or end == ends[-1]:
-                for group in range(begin, first if block else end, MAX_ROWS):
-                    yield group, min(group + MAX_ROWS, first if block else end), False
-            if block:
-                yield first, end, True
-                begin = end
-            first = end
-
     def _block(self, rows: int, out_rows: int) -> list[Launch]:
         """What a prompt block of so many rows launches."""
-        launches = self._blocks.pop((rows, out_rows), None) or lower_prompt(self.program, self.memory, rows, out_rows)
+        launches = self._blocks.pop((rows, out_rows), None) or lower_prompt(
+            self.program, self._block_context, rows, out_rows
+        )
         self._blocks[rows, out_rows] = launches
         while len(self._blocks) > _BLOCKS_KEPT:
             del self._blocks[next(iter(self._blocks))]
@@ -400,6 +415,25 @@ class CardExecutor:
             with graph.capture():
                 self._launch_eagerly(prepared.launches, wait=False)
             prepared.graph = graph
+
+    def _launch_block(self, launches: list[Launch]) -> None:
+        """A prompt block. Where experts come from the host their layers are boundaries at which a step can end."""
+        if self._experts is None:
+            self._launch_eagerly(launches, wait=self._sync)
+            return
+        parts = [(label, list(part)) for label, part in groupby(launches, lambda launch: launch.label)]
+        brought = [label for label, _ in parts if label in self._experts.layers]
+        self._experts.begin(brought)
+        for label, part in parts:
+            if label not in self._experts.layers:
+                self._launch_eagerly(part, wait=self._sync)
+                continue
+            number = brought.index(label)
+            self._end_if_cut(f"op {label}")
+            self._experts.before(number, wait=self._sync)
+            self._launch_eagerly(part, wait=self._sync)
+            self._experts.after(number)
+        self._experts.end()
 
     def _launch_eagerly(self, launches: list[Launch], wait: bool) -> None:
         for launch in launches:

@@ -102,6 +102,10 @@ class CardMemory:
         for slot, expert in enumerate(ids):
             self._card.cuda.memcpy_htod(address + slot * each, tensor.data[expert * each : (expert + 1) * each])
 
+    def reserve(self, name: str, nbytes: int) -> int:
+        """Address of memory that somebody else fills."""
+        return self._allocate(name, nbytes)
+
     @property
     def hand_off(self) -> HandOffAddresses:
         assert self._hand_off is not None, "this program meets no host"

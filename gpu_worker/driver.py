@@ -14,7 +14,7 @@ from typing import Any
 from bloomery.runtime.errors import PlanError, WorkerLost
 
 _CAPTURE_THREAD_LOCAL = 1
-_PORTABLE, _DEVICE_MAP = 1, 2
+_PORTABLE, _DEVICE_MAP, _READ_ONLY = 1, 2, 8
 _INSTALL = "pip install 'bloomery[cuda]', or run with --plan cpu"
 
 
@@ -134,6 +134,24 @@ class MappedMemory:
     def address_of(self, address: int) -> int:
         """The card's address for one of this process."""
         return self.address + address - self._first
+
+    def close(self) -> None:
+        self._library.try_call("cuMemHostUnregister", self._start)
+
+
+class LockedMemory:
+    """Pages of this process that may only be read, such as a mapped file's, locked so that the card copies out of them
+    itself. PlanError if they cannot be."""
+
+    def __init__(self, card: Card, start: int, nbytes: int) -> None:
+        self._library, self._start = Library(card.name), ctypes.c_void_p(start)
+        flags = ctypes.c_uint(_PORTABLE | _READ_ONLY)
+        status = self._library.try_call("cuMemHostRegister_v2", self._start, ctypes.c_size_t(nbytes), flags)
+        if status:
+            raise PlanError(
+                f"{card.name}: {nbytes} bytes of the mapped file cannot be locked for the card (error {status})",
+                "see ulimit -l",
+            )
 
     def close(self) -> None:
         self._library.try_call("cuMemHostUnregister", self._start)

@@ -25,7 +25,8 @@ _THREADS: Final = 512
 @dataclass(frozen=True)
 class HostSide:
     """The host's part in a card's steps: where experts lie, the arena that both sides see, and how long the card waits
-    for one of `ranks` workers. `first` is the number of the program's first hand-off. `timed`: kernels note times."""
+    for one of `ranks` workers. `first` is the number of the program's first hand-off. `timed`: kernels note times.
+    Blocks of at least `stream_rows` rows are computed without the host, and the experts come to the card (0: none)."""
 
     tiers: ExpertTiers
     arena: Arena
@@ -33,6 +34,7 @@ class HostSide:
     deadline_ns: int
     first: int
     timed: bool = False
+    stream_rows: int = 0
 
     def addresses(self, on_card: Callable[[int], int], state: int) -> HandOffAddresses:
         """`on_card` gives the card's address for one of this process; `state` is two words of the card's memory."""

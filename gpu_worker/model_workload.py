@@ -60,7 +60,8 @@ class ModelWorkload:
         results = results_in(arena, self.program)
         if start.hand_offs:
             tiers = ExpertTiers.of_text(self.program, start.tiers)
-            host = HostSide(tiers, arena, shape.processes, start.hand_off_ns, start.hand_offs[0], start.time_stages)
+            first, timed, least = start.hand_offs[0], start.time_stages, start.stream_rows
+            host = HostSide(tiers, arena, shape.processes, start.hand_off_ns, first, timed, least)
             self._executor = HandOffExecutor(self._on_card, **arguments, results=results, host=host)
         else:
             self._executor = CardExecutor(self._on_card, **arguments, results=results)
@@ -73,6 +74,7 @@ class ModelWorkload:
             "card": card.name,
             "architecture": card.architecture,
             "card_bytes": sum(self._executor.memory.sizes.values()),
+            "experts_from": self._executor.experts_from,
         }
 
 

@@ -9,6 +9,8 @@ import json
 import sys
 from typing import Any, Final
 
+import numpy as np
+
 from bloomery.gpu_worker.compile_cache import find_compiler
 from bloomery.gpu_worker.driver import Card, load_pycuda
 from bloomery.runtime.errors import BloomeryError
@@ -24,7 +26,8 @@ def describe(number: int) -> dict[str, Any]:
     try:
         with card.current("probing"):
             free, total = card.cuda.mem_get_info()
-            read = copy_rate(card) if free > 4 * _COPY_BYTES else 0.0
+            much = free > 4 * _COPY_BYTES
+            read, link = (copy_rate(card), link_rate(card)) if much else (0.0, 0.0)
     finally:
         card.close()
     return {
@@ -34,6 +37,7 @@ def describe(number: int) -> dict[str, Any]:
         "total": total,
         "free": min(total, free + CARD_CONTEXT_BYTES),
         "read": read,
+        "link": link,
     }
 
 
@@ -51,6 +55,24 @@ def copy_rate(card: Card) -> float:
             end.synchronize()
             seconds.append(end.time_since(begin) / 1e3)
         return float(2 * _COPY_BYTES / min(seconds))
+    finally:
+        memory.free()
+
+
+def link_rate(card: Card) -> float:
+    """Bytes a second that come from pinned memory of the host."""
+    cuda = card.cuda
+    memory, source = cuda.mem_alloc(_COPY_BYTES), cuda.pagelocked_zeros(_COPY_BYTES, np.uint8)
+    try:
+        seconds = []
+        for _ in range(_COPIES):
+            begin, end = cuda.Event(), cuda.Event()
+            begin.record(card.stream)
+            cuda.memcpy_htod_async(memory, source, card.stream)
+            end.record(card.stream)
+            end.synchronize()
+            seconds.append(end.time_since(begin) / 1e3)
+        return float(_COPY_BYTES / min(seconds))
     finally:
         memory.free()
 

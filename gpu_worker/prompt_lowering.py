@@ -22,6 +22,7 @@ from bloomery.gpu_worker.products import Job as WeightJob
 from bloomery.gpu_worker.products import activation_form, check_types, job_words
 from bloomery.gpu_worker.step_ahead import ahead_launches
 from bloomery.runtime.program import Attention, HeadMatMul, MatMul, Program, RoutedExperts, View
+from bloomery.runtime.split_program import without_hand_offs
 
 LEAST_ROWS: Final = 33
 """Rows of a slot from which on a block is faster than groups of a decode step's size: making the weights f16 takes as
@@ -57,19 +58,22 @@ class _Rows:
 
 
 def lower_prompt(program: Program, context: CardContext, rows: int, out_rows: int) -> list[Launch]:
-    """The launches of a block of so many rows of one slot. Raises PlanError where there is no kernel."""
+    """The launches of a block of so many rows of one slot, which hands nothing over: where experts lie on the host
+    `context` says where they are brought to. Raises PlanError where there is no kernel."""
     assert rows > 0 and 0 <= out_rows <= rows
     check_types(program)
-    return _PromptLowering(program, context, rows, out_rows).launches()
+    return _PromptLowering(without_hand_offs(program), context, rows, out_rows).launches()
 
 
-def lower_all(program: Program, context: CardContext, block_rows: int, block_out_rows: int) -> list[Launch]:
+def lower_all(
+    program: Program, context: CardContext, block_rows: int, block_out_rows: int, blocks: CardContext | None = None
+) -> list[Launch]:
     """Launches that between them have every kernel that steps of this program take, and want the most scratch; blocks
-    of prompts only if `block_rows` is not 0."""
+    of prompts only if `block_rows` is not 0, in a context of their own where that is another (`blocks`)."""
     launches = lower(program, context, MAX_ROWS, MAX_ROWS) + ahead_launches(program, context, 1)
     if block_rows:
         for wanted in (block_out_rows, 1):
-            launches += lower_prompt(program, context, block_rows, wanted)
+            launches += lower_prompt(program, blocks or context, block_rows, wanted)
     return launches
 
 

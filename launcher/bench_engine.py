@@ -214,6 +214,7 @@ def start_on_card(path: str, program: Program, plan: Plan, cache_type: CacheType
         card=plan.card.number,
         tiers=plan.tiers,
         processes=plan.processes,
+        stream_rows=plan.stream_rows,
         time_legs=True,
         progress=progress,
         workload=CARD_WORKLOAD,

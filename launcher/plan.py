@@ -108,6 +108,8 @@ def report(plan: Plan, room: MemoryRoom, bandwidth: Bandwidth, prediction: Predi
         "free": {"memory": room.memory, "shared": room.shared, "card": plan.card.free if plan.card else None},
         "experts_on_card": tiers and {layer.layer: len(tiers.on_card[layer.gate]) for layer in tiers.layers},
         "expert_share_on_card": tiers and tiers.share,
+        "stream_rows": plan.stream_rows,
+        "stream_note": plan.stream_note,
         "bandwidth": asdict(bandwidth),
         "prediction": prediction and asdict(prediction),
     }
@@ -128,6 +130,12 @@ def show(plan: Plan, room: MemoryRoom, prediction: Prediction | None, depth: int
         console.print(f"{name}: {used} bytes of {free} free ({100 * used / max(1, free):.1f} %)")
     if plan.tiers and plan.tiers.layers:
         console.print(f"experts on the card: {100 * plan.tiers.share:.1f} %")
+    if plan.stream_rows:
+        console.print(
+            f"prompts: in blocks of {plan.stream_rows} rows and more the experts on the host come to the card"
+        )
+    elif plan.stream_note:
+        console.print(f"prompts: the experts on the host do not come to the card: {plan.stream_note}")
     if prediction is None:
         console.print("step time: not predicted (no bandwidth was measured or given)")
         return

@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 from bloomery.runtime.cache_types import CacheType, stored_dtype
 from bloomery.runtime.engram_record import engram_bytes, engram_tables
 from bloomery.runtime.errors import BloomeryError, PlanError
-from bloomery.runtime.hand_off import hand_off_bytes
+from bloomery.runtime.hand_off import HAND_OFF_BUFFERS, hand_off_bytes
 from bloomery.runtime.leg_times import leg_bytes
 from bloomery.runtime.memory_limits import available_memory
 from bloomery.runtime.ops_hand_off import HandOffWait
@@ -52,7 +52,7 @@ from bloomery.runtime.runtime_files import SHARED_MEMORY
 from bloomery.runtime.states import element_type, row_width
 from bloomery.runtime.step_record import control_bytes, record_bytes
 
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 MAGIC = b"BLMARENA"
 SEGMENTS = ("control", "activations", "scratch", "cache")
 ALIGNMENT = 128
@@ -81,6 +81,13 @@ class ArenaShape:
     processes: int
     cache_type: CacheType
     cards: int = 0
+    group_rows: int = 0
+    """Beside a card: rows that are handed to the host at once (0: as many as a step has)."""
+
+    @property
+    def handed_rows(self) -> int:
+        """Greatest number of rows that the ranks of the host see of a step."""
+        return min(self.group_rows or self.max_rows, self.max_rows)
 
     @property
     def ranks(self) -> int:
@@ -156,7 +163,8 @@ class ArenaLayout:
         self.segments[segment] = offset + nbytes
 
     def rows(self, buffer: Buffer) -> int:
-        return self.shape.max_out_rows if buffer.rows == "out" else self.shape.max_rows
+        rows = self.shape.max_out_rows if buffer.rows == "out" else self.shape.max_rows
+        return min(rows, self.shape.handed_rows) if buffer.name in HAND_OFF_BUFFERS else rows
 
     def buffer_stride(self, name: str) -> int:
         """Bytes from one row of a buffer to the next."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import logging
 import os
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,6 +33,7 @@ from bloomery.runtime.slot_states import SlotStates
 from bloomery.runtime.split_program import host_part
 from bloomery.runtime.stage_ticks import op_ticks
 from bloomery.runtime.states import element_type
+from bloomery.runtime.step_parts import step_parts
 from bloomery.runtime.step_runner import StepRunner
 from bloomery.runtime.worker_group import Progress, WorkerGroup
 from bloomery.runtime.worker_messages import CardStart, lowered_of
@@ -38,6 +41,7 @@ from bloomery.runtime.worker_messages import CardStart, lowered_of
 CARD_WORKLOAD = "bloomery.gpu_worker.model_workload:load"
 EXPERT_WORKLOAD = "bloomery.cpu_experts.expert_workload:load"
 
+log = logging.getLogger(__name__)
 _pool_numbers = itertools.count()
 T = TypeVar("T")
 
@@ -70,8 +74,9 @@ class CardPool:
     """A StepExecutor whose steps run on a card. Make one with `start`; close it, or it closes at exit.
 
     `step`, `recover` and the copies belong to one thread at a time; `abort`, `statistics` and `close` to any. What the
-    slots held is lost with the card's worker: after `recover` they begin anew. With experts on the host a step of more
-    rows than the arena has room for runs in groups, one after the other.
+    slots held is lost with the card's worker: after `recover` they begin anew. With experts on the host a step runs in
+    parts, one after the other: blocks of a prompt that the card computes alone, while the experts come to it, and
+    groups of a few rows that are handed over.
     """
 
     def __init__(
@@ -82,11 +87,13 @@ class CardPool:
         lowered: Lowered,
         labels: list[str],
         limits: tuple[int, int],
+        stream_rows: int = 0,
     ) -> None:
         """`labels` are those of the CPU-expert workers' stages, `limits` the greatest R and O of a step."""
         self._group, self._arena, self._program, self._lowered = group, arena, program, lowered
         self._shape = shape = arena.layout.shape
         self._max_rows, self._max_out_rows = limits
+        self._least_block = stream_rows or self._max_rows + 1
         self._card = shape.processes
         store = CardRows(group, self._card, program, shape.cache_type)
         sizes = {"slots": shape.slots, "context": shape.context, "spare": shape.spare}
@@ -97,7 +104,7 @@ class CardPool:
         if view is not None:
             shared.append(arena.buffer(view.buffer)[:, view.start : view.end])
         self._shared = shared
-        whole = shape.max_rows >= self._max_rows
+        whole = shape.handed_rows >= self._max_rows
         self._results = shared if whole else [np.empty((self._max_out_rows, *a.shape[1:]), a.dtype) for a in shared]
         self._stepping = self._aborted = False
         self._facts: dict[str, Any] = {}
@@ -119,6 +126,7 @@ class CardPool:
         card: int = 0,
         tiers: ExpertTiers | None = None,
         processes: int = 1,
+        stream_rows: int = 0,
         time_legs: bool = False,
         progress: Progress = lambda stage, done, total: None,
         workload: str = CARD_WORKLOAD,
@@ -127,22 +135,26 @@ class CardPool:
         """Starts the workers and returns when they can run steps.
 
         `tiers` says which experts lie on the card (None: all); for the others there are so many CPU-expert
-        `processes`. With `time_legs` both sides tell how long they take (`leg_times`). `progress(stage, done, total)`
-        is called with the stages "spawn", "compile", "load", "upload" (bytes) and "card kernels". `workload` and
-        `host_workload` name what makes the card's executor and the hosts' stages. Raises ModelFileError and PlanError
-        as the workers found them (no PyCUDA, driver, compiler or card; memory that does not suffice), PlanError if the
-        arena does not fit, WorkerLost.
+        `processes`. Blocks of at least `stream_rows` rows of a prompt are computed by the card alone, to which these
+        experts come (0: none are). With `time_legs` both sides tell how long they take (`leg_times`).
+        `progress(stage, done, total)` is called with the stages "spawn", "compile", "load", "upload" (bytes), "card
+        kernels" and "lock" (bytes). `workload` and `host_workload` name what makes the card's executor and the hosts'
+        stages. Raises ModelFileError and PlanError as the workers found them (no PyCUDA, driver, compiler or card;
+        memory that does not suffice), PlanError if the arena does not fit, WorkerLost.
         """
         runtime_files.sweep()
         hand_offs = tiers.host_layers if tiers else ()
         max_rows = max(prompt_block, slots)
         max_out_rows = min(max_rows, max(slots, LOGITS_BYTES // (4 * program.vocabulary), 1))
-        rows, hosts = (min(max_rows, CARD_ROWS), processes) if hand_offs else (max_rows, 0)
-        shape = ArenaShape(context, slots, rows, min(rows, max_out_rows), hosts, cache_type, cards=1)
+        streams = 0 < stream_rows <= max_rows and bool(hand_offs)
+        handed, hosts = (min(max_rows, CARD_ROWS), processes) if hand_offs else (max_rows, 0)
+        rows = max_rows if streams else handed
+        shape = ArenaShape(context, slots, rows, min(rows, max_out_rows), hosts, cache_type, 1, handed)
         name = f"cards{next(_pool_numbers)}"
         starts = worker_starts(model_path, program, shape, time_legs, host_workload, hand_offs=hand_offs)
         text = tiers.text() if tiers else ""
-        starts.append(card_start(model_path, program, shape, workload, card, hand_offs, text, time_legs))
+        start = card_start(model_path, program, shape, workload, card, hand_offs, text, time_legs)
+        starts.append(replace(start, stream_rows=stream_rows if streams else 0))
         group = WorkerGroup(name, starts, quiet_seconds())
         arena: Arena | None = None
         try:
@@ -157,7 +169,10 @@ class CardPool:
                 group.compile(range(hosts), hellos[0]["kernels"], progress)
                 ready = group.attach(range(hosts), arena, lowered, progress)
             facts = group.attach([hosts], arena, lowered, progress)[hosts]["facts"]
-            pool = cls(group, arena, program, lowered, labels, (max_rows, max_out_rows))
+            limits = (max_rows, max_out_rows)
+            pool = cls(group, arena, program, lowered, labels, limits, stream_rows if streams else 0)
+            if facts.get("experts_from"):
+                log.info("blocks of a prompt get the experts on the host %s", facts["experts_from"])
             pool._facts = {**facts, "expert_share_on_card": tiers.share if tiers else 1.0}
             if time_legs:
                 pool._legs = LegWords(arena.memory("leg_times"), hand_offs)
@@ -181,7 +196,7 @@ class CardPool:
 
     @property
     def group_rows(self) -> int:
-        """Rows that the workers take at once: with experts on the host a step of more runs in groups."""
+        """Rows that the workers take at once: with experts on the host a step of more may run in groups."""
         return self._shape.max_rows
 
     @property
@@ -203,11 +218,11 @@ class CardPool:
         seconds, done = 0.0, 0
         try:
             check_rows(rows, self, self._program.vocabulary)
-            for part in _groups(rows, self._shape.max_rows):
+            for part, alone in _parts(rows, self._shape.handed_rows, self._least_block):
                 if self._aborted:
                     raise StepAborted(f"aborted before row {part.positions[0]}")
-                seconds += self._runner.step(part, partial(self._states.reach.begin, part))
-                if self._legs and (legs := self._legs.read(self._runner.step_number)):
+                seconds += self._runner.step(part, partial(self._states.reach.begin, part), alone)
+                if self._legs and not alone and (legs := self._legs.read(self._runner.step_number)):
                     each = StepLegs(legs.card_ns // (1 + part.ahead), legs.hand_offs)
                     self._step_legs += [each] * (1 + part.ahead)
                 wanted = len(part.out_rows) * (1 + part.ahead)
@@ -309,15 +324,16 @@ class CardPool:
             atexit.unregister(self.close)
 
 
-def _groups(rows: StepRows, most: int) -> Iterator[StepRows]:
-    """The step in groups of so many rows, in order; the wanted rows of each are counted from its own first."""
-    if rows.ahead:
-        yield rows
+def _parts(rows: StepRows, group: int, least_block: int) -> Iterator[tuple[StepRows, bool]]:
+    """The step in parts, in order, and whether the card computes them alone; the wanted rows of each are counted from
+    its own first."""
+    if rows.ahead or len(rows.tokens) <= group:
+        yield rows, False
         return
-    for first in range(0, len(rows.tokens), most):
-        part = slice(first, first + most)
-        wanted = rows.out_rows[(rows.out_rows >= first) & (rows.out_rows < first + most)] - np.int32(first)
-        yield StepRows(rows.tokens[part], rows.slots[part], rows.positions[part], wanted)
+    for first, last, alone in step_parts(rows.slots, rows.positions, group, least_block):
+        part = slice(first, last)
+        wanted = rows.out_rows[(rows.out_rows >= first) & (rows.out_rows < last)] - np.int32(first)
+        yield StepRows(rows.tokens[part], rows.slots[part], rows.positions[part], wanted), alone
 
 
 def card_start(

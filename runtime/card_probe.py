@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bloomery.runtime.errors import PlanError
@@ -22,7 +22,8 @@ _DEVICES = ("dev/nvidiactl", "dev/dxg")
 @dataclass(frozen=True)
 class CardRoom:
     """A card as placement sees it, in bytes: all its memory, and what a process that comes to it finds free, its
-    context included. `read` is how fast it reads its memory, in bytes a second (0: not measured)."""
+    context included. `read` is how fast it reads its memory, `link` how fast pinned memory of the host comes to it, in
+    bytes a second (0: not measured)."""
 
     number: int
     name: str
@@ -30,14 +31,13 @@ class CardRoom:
     total: int
     free: int
     read: float = 0.0
+    link: float = 0.0
 
     def limited(self, nbytes: int) -> CardRoom:
         """As a smaller card (0: as it is)."""
         if not nbytes:
             return self
-        return CardRoom(
-            self.number, self.name, self.architecture, min(self.total, nbytes), min(self.free, nbytes), self.read
-        )
+        return replace(self, total=min(self.total, nbytes), free=min(self.free, nbytes))
 
 
 def may_have_card(root: Path = Path("/")) -> bool:

@@ -301,6 +301,7 @@ class Daemon:
             card=card,
             tiers=plan.tiers,
             processes=plan.processes,
+            stream_rows=plan.stream_rows,
             progress=self._report,
         )
 

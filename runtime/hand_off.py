@@ -56,6 +56,7 @@ BUFFERS: Mapping[str, tuple[str, str, str, str]] = {
     "out": ("hand_off.wanted.x", "hand_off.wanted.ids", "hand_off.wanted.mix", "hand_off.wanted.out"),
 }
 """Names of x, ids, mix and out by the rows that a layer computes (Buffer.rows)."""
+HAND_OFF_BUFFERS = frozenset(name for names in BUFFERS.values() for name in names)
 
 
 class CutReason(IntEnum):

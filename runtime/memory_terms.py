@@ -13,6 +13,7 @@ from typing import Final, Literal, TypeAlias
 from bloomery.runtime.arena import LEAST_SPARE, ArenaLayout, ArenaShape, Lowered
 from bloomery.runtime.daemon_config import DaemonConfig
 from bloomery.runtime.engram_record import engram_tables
+from bloomery.runtime.expert_staging import AREAS, PINNED_BYTES, area_bytes, staged_layers
 from bloomery.runtime.expert_tiers import ExpertTiers
 from bloomery.runtime.ops_deepseek4 import IndexRows, TableRows, WindowAttention
 from bloomery.runtime.ops_drafts import TokenChain
@@ -147,14 +148,17 @@ def host_plan_terms(
 
 
 def card_plan_terms(
-    config: DaemonConfig, program: Program, processes: int, context: int, tiers: ExpertTiers
+    config: DaemonConfig, program: Program, processes: int, context: int, tiers: ExpertTiers, streams: bool = False
 ) -> tuple[MemoryTerm, ...]:
-    """Plan a: everything on one card but the experts that `tiers` has on the host, for which there are `processes`."""
+    """Plan a: everything on one card but the experts that `tiers` has on the host, for which there are `processes`.
+    `streams`: blocks of a prompt are computed on the card all the same, to which these experts come."""
     max_rows, max_out_rows = out_rows_of(config, program)
     rows, out_rows = max_rows, max_out_rows
-    if tiers.host_layers or max_rows < PROMPT_ROWS:
+    if (tiers.host_layers and not streams) or max_rows < PROMPT_ROWS:
         rows = out_rows = CARD_ROWS
-    shape = ArenaShape(context, config.slots, max_rows, max_out_rows, processes, config.cache_type, cards=1)
+    handed = CARD_ROWS if tiers.host_layers else 0
+    shape = ArenaShape(context, config.slots, max_rows, max_out_rows, processes, config.cache_type, 1, handed)
+    staging = AREAS * (area_bytes(staged_layers(program, tiers.host_layers)) + _ROUNDING) if streams else 0
     layout = ArenaLayout(host_part(program, tiers.host_layers), shape, Lowered((), 0))
     logits = layout.regions[f"buffer:{program.logits}"].nbytes
     dense, _, tables = weight_bytes(program)
@@ -168,9 +172,12 @@ def card_plan_terms(
         MemoryTerm("card activations", _buffer_bytes(program, rows, out_rows) + brought, "card"),
         MemoryTerm("card scratch", card_scratch_bytes(program, context, rows), "card"),
         MemoryTerm("KV cache", card_cache_bytes(config, program, context), "card"),
+        MemoryTerm("expert staging", staging, "card"),
         MemoryTerm("card experts", tiers.card_bytes, "card"),
         MemoryTerm("host experts", tiers.host_bytes, "mapped"),
         MemoryTerm("processes", CARD_PROCESS_BYTES + PROCESS_BYTES * (1 + processes), "private"),
+        MemoryTerm("pinned buffers", PINNED_BYTES if streams else 0, "private"),
+        MemoryTerm("results", logits if streams else 0, "private"),
         MemoryTerm("activations", layout.segments["activations"] - logits, "shared"),
         MemoryTerm("logits", logits, "shared"),
     ]

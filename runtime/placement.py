@@ -21,9 +21,17 @@ from bloomery.runtime.expert_tiers import ExpertTiers
 from bloomery.runtime.host_weights import copied_bytes, copy_pays, private_pays
 from bloomery.runtime.hot_list import HotList
 from bloomery.runtime.memory_limits import available_memory
+from bloomery.runtime.memory_terms import (
+    CARD_ROWS,
+    MemoryTerm,
+    card_cache_bytes,
+    card_plan_terms,
+    host_plan_terms,
+    weight_bytes,
+)
 from bloomery.runtime.memory_terms import REFERENCE_WEIGHT_BYTES as REFERENCE_WEIGHT_BYTES
-from bloomery.runtime.memory_terms import MemoryTerm, card_cache_bytes, card_plan_terms, host_plan_terms, weight_bytes
 from bloomery.runtime.program import Program
+from bloomery.runtime.prompt_choices import ASSUMED_CORE_READ, ASSUMED_LINK, least_streamed_rows
 from bloomery.runtime.runtime_files import SHARED_MEMORY
 from bloomery.runtime.topology import default_processes
 
@@ -42,6 +50,8 @@ AUTO_CONTEXT_SHARE = 0.5
 TIERED_CONTEXT_SHARE = 0.125
 """The same of a card's memory that experts compete for."""
 _KEPT_CORES = 2
+STREAM_ROWS = 64
+"""A prompt block whose experts come to the card has at least so many rows."""
 """For the coordinator and the card's worker, where there are enough."""
 
 
@@ -80,7 +90,9 @@ def machine_room(plan: str, card_memory: int = 0) -> MemoryRoom:
 @dataclass(frozen=True)
 class Plan:
     """What runs where and what it takes. `processes` is 0 for the reference executor and where no expert lies on the
-    host. With a card: its number, and the tiers of experts. `note` says why plan auto is not the one with a card."""
+    host. With a card: its number, and the tiers of experts; blocks of at least `stream_rows` rows of a prompt are
+    computed on the card, to which the experts on the host come (0: none are; `stream_note` says why). `note` says why
+    plan auto is not the one with a card."""
 
     name: str
     digest: str
@@ -93,6 +105,8 @@ class Plan:
     tiers: ExpertTiers | None = None
     note: str = ""
     host_weights: str = "mmap"
+    stream_rows: int = 0
+    stream_note: str = ""
 
     def total(self, *places: str) -> int:
         """Bytes of the terms in some places; of all that take memory without arguments."""
@@ -200,9 +214,10 @@ def _card_plan(config: DaemonConfig, program: Program, room: MemoryRoom, hot: Ho
     whole = ExpertTiers.everything(program)
     none = replace(whole, on_card=dict.fromkeys(whole.on_card, ()))
 
-    def left(context: int, tiers: ExpertTiers) -> int:
-        """Bytes of the card that are left for experts; with some on the host steps are short and take less."""
-        terms = card_plan_terms(config, program, 0, context, tiers)
+    def left(context: int, tiers: ExpertTiers, streams: bool = False) -> int:
+        """Bytes of the card that are left for experts; with some on the host steps are short and take less, unless
+        experts come to the card."""
+        terms = card_plan_terms(config, program, 0, context, tiers, streams)
         return card.free - sum(term.nbytes for term in terms if term.place == "card" and term.name != "card experts")
 
     def fits(context: int) -> bool:
@@ -214,10 +229,27 @@ def _card_plan(config: DaemonConfig, program: Program, room: MemoryRoom, hot: Ho
     tiers = whole
     if whole.layers and whole.card_bytes > left(context, whole):
         tiers = ExpertTiers.chosen(program, min(left(context, none), whole.card_bytes - 1), hot)
-    processes = some if tiers.host_layers else 0
-    terms = card_plan_terms(config, program, processes, context, tiers)
-    digest = _digest("a", config, program, tiers.text())
+    processes, stream_rows, note = 0, 0, ""
+    if tiers.host_layers:
+        processes = some
+        room_left = left(context, none, streams=True)
+        streaming = ExpertTiers.chosen(program, min(max(0, room_left), whole.card_bytes - 1), hot)
+        link, read = card.link or ASSUMED_LINK, some * ASSUMED_CORE_READ
+        stream_rows = least_streamed_rows(streaming, link, read, CARD_ROWS, STREAM_ROWS)
+        if stream_rows > config.prompt_block:
+            note = f"it pays from {stream_rows} rows on, and blocks have {config.prompt_block} (--prompt-block)"
+        elif room_left < 0:
+            needed = card_plan_terms(config, program, 0, context, none, True)
+            note = (
+                f"expert staging and the activations of {config.prompt_block} rows (--prompt-block) take"
+                f" {-room_left} bytes of the card too many; terms in bytes: "
+                + ", ".join(f"{term.name} {term.nbytes}" for term in needed if term.place == "card" and term.nbytes)
+            )
+        stream_rows, tiers = (0, tiers) if note else (stream_rows, streaming)
+    terms = card_plan_terms(config, program, processes, context, tiers, bool(stream_rows))
+    digest = _digest("a", config, program, f"{tiers.text()}/{stream_rows}" if stream_rows else tiers.text())
     plan = Plan("a", digest, context, config.slots, config.prompt_block, processes, terms, card, tiers)
+    plan = replace(plan, stream_rows=stream_rows, stream_note=note)
     _refuse_what_does_not_fit(plan, room)
     return _with_snapshots(config, plan, room)
 

@@ -1,5 +1,6 @@
 """Where experts that lie on the host are computed for a block of a prompt: there, or on the card after their weights
-have been sent to it. Those that lie on the card stay.
+have been sent to it. Those that lie on the card stay. And from how many rows on a block whose experts are all sent is
+faster than as many groups of a few rows, which meet the host at every layer.
 
 Owns the cost of both ways from bandwidths that were probed, and the rule that comes of it: experts that so many rows of
 a block have chosen are streamed. The rule is a function of the plan and the number of rows alone, so that what is
@@ -13,6 +14,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+
+from bloomery.runtime.expert_tiers import ExpertTiers
+from bloomery.runtime.step_work import expected_experts
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,26 @@ def choose(expert: Expert, rows: Sequence[int], rates: Rates, card_busy: float) 
         if seconds < best.seconds:
             best = Choice(count, streamed, seconds, max(0.0, host), link, card)
     return best
+
+
+ASSUMED_LINK = 16e9
+ASSUMED_CORE_READ = 7e9
+"""Bytes a second of a link, and that a core reads, where nobody has measured them."""
+
+
+def least_streamed_rows(tiers: ExpertTiers, link: float, host_read: float, group: int, least: int) -> int:
+    """From how many rows on it is faster to send all experts on the host to the card than to hand rows over to the host
+    in groups of so many: `least` or more, and a power of two times it, so that what is measured a little differently
+    gives the same. `link` and `host_read` in bytes a second."""
+    sent = tiers.host_bytes / link
+    read = 0.0
+    for layer in tiers.layers:
+        on_host = layer.experts - len(tiers.on_card[layer.gate])
+        read += layer.nbytes * expected_experts(layer.experts, layer.used, group) * on_host / layer.experts
+    rows = least
+    while -(-rows // group) * read / host_read < sent:
+        rows *= 2
+    return rows
 
 
 def _host_seconds(expert: Expert, count: int, rates: Rates) -> float:

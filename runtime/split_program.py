@@ -57,5 +57,11 @@ def card_part(program: Program, host_layers: Collection[int]) -> Program:
     return replace(program, ops=(*ops, *([waiting] if waiting else [])))
 
 
+def without_hand_offs(program: Program) -> Program:
+    """The program of `card_part` as the card computes it alone."""
+    ops = tuple(op for op in program.ops if not isinstance(op, HandOffSend | HandOffReceive))
+    return program if len(ops) == len(program.ops) else replace(program, ops=ops)
+
+
 def _overlap(one: View, other: View) -> bool:
     return one.buffer == other.buffer and one.start < other.end and other.start < one.end

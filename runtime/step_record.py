@@ -54,10 +54,12 @@ STATUS = LINE + 8
 DETAIL = LINE + 16
 SLEEPING = LINE + 24
 
-# Step record: R, O, steps ahead (which ranks of the host never see: they are 0 then), four int32 arrays.
+# Step record: R, O, steps ahead (which ranks of the host never see: they are 0 then), whether the card computes the
+# step alone (the ranks of the host then leave it at once: no hand-off comes), four int32 arrays.
 ROWS = 0
 OUT_ROWS = 8
 AHEAD = 16
+ALONE = 24
 RECORD_ARRAYS = ("tokens", "slots", "positions", "out_rows")
 
 
@@ -88,15 +90,17 @@ class StepRecord:
     (uint8, record_bytes)."""
 
     def __init__(self, memory: NDArray[np.uint8], max_rows: int) -> None:
-        self._counts = memory[: 3 * 8].view(np.int64)
+        self._counts = memory[: 4 * 8].view(np.int64)
         starts = [record_array_offset(index, max_rows) for index in range(len(RECORD_ARRAYS))]
         self._arrays = [memory[start : start + 4 * max_rows].view(np.int32) for start in starts]
 
-    def write(self, rows: StepRows) -> None:
+    def write(self, rows: StepRows, alone: bool = False) -> None:
+        """`alone`: the ranks of the host have no part in it."""
         count = len(rows.tokens)
         self._counts[0] = count
         self._counts[1] = len(rows.out_rows)
         self._counts[2] = rows.ahead
+        self._counts[3] = alone
         tokens, slots, positions, out_rows = self._arrays
         tokens[:count] = rows.tokens
         slots[:count] = rows.slots

@@ -57,14 +57,15 @@ class StepRunner:
         self._counts: dict[str, Any] = dict.fromkeys(("steps", "rows", "aborted", "restarts"), 0)
         self._seconds_last = self._seconds_total = 0.0
 
-    def step(self, rows: StepRows, begin: Callable[[], None]) -> float:
+    def step(self, rows: StepRows, begin: Callable[[], None], alone: bool = False) -> float:
         """Runs one step to its end; its seconds. `begin` is called once the step is sure to begin and may refuse it.
+        In one that a card computes `alone` the ranks of the host have no part.
         Raises StepAborted, WorkerLost and what `begin` raises."""
         begun = time.perf_counter()
         with self._turn:
             self._find_dead()
             begin()
-            self._record.write(rows)
+            self._record.write(rows, alone)
             self._run()
             if self._engram:
                 self._engram.check(self._control.step)

@@ -115,10 +115,11 @@ class EngramStart(WorkerStart):
 @dataclass(frozen=True)
 class CardStart(WorkerStart):
     """Of the worker of card number `card`; its rank comes after those of the CPU-expert workers. `tiers` is the text of
-    the ExpertTiers."""
+    the ExpertTiers; blocks of at least `stream_rows` rows are computed on the card alone (0: none)."""
 
     card: int = 0
     tiers: str = ""
+    stream_rows: int = 0
 
     MODULE: ClassVar[str] = "bloomery.gpu_worker"
     TITLE: ClassVar[str] = "card worker"

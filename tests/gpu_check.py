@@ -56,6 +56,9 @@ def parts(out: Path, peer: Path | None, file: Path | None) -> list[Part]:
     against = ["--against", "llama.cpp", "--peer-path", str(peer)] if peer else []
     decode = ["-p", "0", "-n", "64", "-d", "6,1024,4096,16384"]
     hybrid = ["--card-memory", "10GiB", "-p", "0", "-n", "32", "-d", "6,4096"]
+    # dense weights, caches, a block's buffers and the staging areas: all experts but a few stay on the host
+    streamed = ["--card-memory", "5250MiB", "-p", "4096", "-n", "0", "--prompt-block", "4096", "-r", "2"]
+    all_on_host = ["--peer-cpu-moe", str(LAYERS), "--micro-batch", "4096"] if peer else []
     shared = {} if "BLOOMERY_CACHE" in os.environ or file else {"BLOOMERY_CACHE": "/dev/shm/bloomery-check"}
     tests = [PYTHON, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
     gpu_files = [str(path) for path in sorted(HERE.glob("test_card_*.py"))]
@@ -75,6 +78,7 @@ def parts(out: Path, peer: Path | None, file: Path | None) -> list[Part]:
         Part("decode", 240, [*bench, *decode, "-r", "3", *against], rows, shared),
         Part("prompts", 180, [*bench, "-p", "512,4096,16384", "-n", "0", "--prompt-block", "4096", "-r", "3", *against,
                               *(["--micro-batch", "4096"] if peer else [])], rows, shared),
+        Part("prompts with a host", 240, [*bench, *streamed, *against, *all_on_host], rows, shared),
         Part("decode ahead", 100, [*bench, *decode, "-r", "3", "--step-ahead", "8"], rows, shared),
         Part("decode with a host", 240, [*bench, *hybrid, "-r", "3", *against,
                                          *(["--peer-cpu-moe", str(LAYERS // 2)] if peer else [])], rows, shared),

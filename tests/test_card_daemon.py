@@ -128,6 +128,34 @@ def test_tiny_models_stay_in_the_band_and_repeat_bit_for_bit(name: str) -> None:
         assert result.kl_median <= median and result.kl_mean <= mean, share
 
 
+@pytest.mark.parametrize("name", ("qwen3moe-Q4_K_M", "deepseek2-v3-Q3_K_M", "deepseek2-lite-Q8_0"))
+def test_blocks_whose_experts_come_from_the_host_are_those_of_a_whole_card(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, with no and with some experts on the card, out of locked pages and through pinned buffers; and near
+    to what the host makes of the same rows."""
+    path = quantised_file(name)
+    tokens = np.random.default_rng(3).integers(1, 60, 200)
+    median, mean = host_band(name)
+
+    def blocks(pool: CardPool) -> Any:
+        first = pool.step(rows_of(tokens[:128])).logits.copy()
+        return np.concatenate([first, pool.step(rows_of(tokens[128:], start=128, out="last")).logits])
+
+    with card_pool(path, 1.0) as pool:
+        wanted = blocks(pool)
+    for share in (0.0, 0.3):
+        for lock in ("1", "0"):
+            monkeypatch.setenv("BLOOMERY_CARD_LOCK", lock)
+            with card_pool(path, share, stream_rows=64) as pool:
+                for _ in range(3):
+                    assert (blocks(pool) == wanted).all(), (share, lock)
+                handed = evaluate(pool, tokens[:128], block=8, slot=1)
+        result = divergence(handed, wanted[:128])
+        print(name, share, result)
+        assert result.kl_median <= median and result.kl_mean <= mean, share
+
+
 def free_on_card() -> int:
     return max(card.free for card in probe_cards())
 

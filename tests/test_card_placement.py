@@ -28,7 +28,7 @@ from bloomery.runtime.hot_list import HotList
 from bloomery.runtime.memory_terms import CARD_ROWS, PROMPT_ROWS, card_scratch_bytes
 from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.placement import MemoryRoom, Plan, make_plan
-from bloomery.runtime.program import Program
+from bloomery.runtime.program import Program, RoutedExperts
 from bloomery.runtime.step_prediction import HAND_OFF_SECONDS, LAUNCH_SECONDS, Bandwidth, predict
 
 GIB = 1 << 30
@@ -250,3 +250,30 @@ def test_a_probe_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(card_probe, "_MODULE", "bloomery.gpu_worker.no_such_module")
     with pytest.raises(PlanError, match=r"the cards cannot be probed: .*no_such_module"):
         card_probe.probe_cards()
+
+
+def test_prompts_with_a_host_have_terms_and_a_threshold(program: Program) -> None:
+    """What streaming takes is named, leaves less for experts, and is left out where blocks are too short or it does not
+    fit; a link measured a little differently gives the same plan."""
+    plan = make_plan(CONFIG, program, room(12, 64))
+    assert plan.tiers and plan.stream_rows == 128 and not plan.stream_note
+    layer = max(sum(program.weights[name].nbytes for name in names) for names in matrices(program))
+    assert 2 * layer <= term(plan, "expert staging") <= 2 * layer + 16384 and term(plan, "pinned buffers") == 128 << 20
+    short = make_plan(replace(CONFIG, prompt_block=32), program, room(12, 64))
+    assert short.stream_rows == 0 and "pays from 128 rows on" in short.stream_note and not term(short, "expert staging")
+    assert short.tiers and short.tiers.share > plan.tiers.share and short.digest != plan.digest
+    small = make_plan(replace(CONFIG, prompt_block=8192), program, room(4, 64))
+    assert small.stream_rows == 0 and "expert staging and the activations of 8192 rows" in small.stream_note
+    (card,) = room(12, 64).cards
+
+    def at(link: float) -> Plan:
+        return make_plan(CONFIG, program, replace(room(12, 64), cards=(replace(card, link=link),)))
+
+    assert at(50e9) == replace(at(51e9), card=at(50e9).card) and at(50e9).stream_rows == 64
+    slow = at(0.5e9)
+    assert slow.stream_rows == 0 and "and blocks have 512" in slow.stream_note
+    assert make_plan(CONFIG, program, room(24, 64)).stream_rows == 0, "nothing is on the host"
+
+
+def matrices(program: Program) -> list[tuple[str, str, str]]:
+    return [(op.gate, op.up, op.down) for op in program.ops if isinstance(op, RoutedExperts)]

@@ -1,0 +1,106 @@
+"""Prompt blocks whose experts come from the host: the real workers over emulated kernels, whose streams do their work
+in the least welcome order. A block is what it is with all experts on the card, bit for bit."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle_data import host_band, quantised_file
+from pool_kit import left_behind, worker_environment
+from running import evaluate, joined, rows_of
+from test_hand_off import program_of, tiers_of
+
+from bloomery.runtime.card_pool import CardPool
+from bloomery.runtime.divergence import divergence
+from bloomery.runtime.errors import StepAborted
+
+pytestmark = pytest.mark.timeout(300)
+NAME = "qwen3moe-Q4_K_M"
+BLOCK = 40
+TOKENS = list(np.random.default_rng(5).integers(1, 60, BLOCK + 36))
+
+
+@pytest.fixture(autouse=True)
+def find_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in worker_environment().items():
+        monkeypatch.setenv(name, value)
+
+
+@contextmanager
+def pool_of(name: str, share: float, **options: Any) -> Iterator[CardPool]:
+    program = program_of(name)
+    sizes = {"context": 96, "slots": 2, "prompt_block": BLOCK, "cache_type": "f16", "processes": 2, "stream_rows": 33}
+    tiers = tiers_of(program, share) if share < 1 else None
+    path = str(quantised_file(name))
+    pool = CardPool.start(path, program, tiers=tiers, workload="emulated_driver:load", **{**sizes, **options})
+    try:
+        yield pool
+    finally:
+        pool.close()
+        assert not left_behind()
+
+
+def two_blocks(pool: CardPool) -> Any:
+    """Logits of both blocks, all rows of the first and one of the second wanted; then those of a row after them."""
+    first = pool.step(rows_of(TOKENS[:BLOCK])).logits.copy()
+    last = pool.step(rows_of(TOKENS[BLOCK:], start=BLOCK, out="last")).logits.copy()
+    return np.concatenate([first, last])
+
+
+WAYS = {  # model: (share of the experts on the card, whether pages cannot be locked, whose work is done first)
+    NAME: ((0.0, "", "copies"), (0.3, "", "launches"), (0.3, "refuse", "copies")),
+    "deepseek2-v3-Q3_K_M": ((0.3, "", "copies"), (0.0, "refuse", "launches")),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_block_is_what_it_is_with_all_experts_on_the_card(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pool_of(name, 1.0) as pool:
+        wanted = two_blocks(pool)
+    for share, lock, turns in WAYS[name]:
+        monkeypatch.setenv("EMULATED_LOCK", lock)
+        monkeypatch.setenv("EMULATED_TURNS", turns)
+        with pool_of(name, share) as pool:
+            assert (two_blocks(pool) == wanted).all(), (share, lock, turns)
+            again = pool.step(rows_of(TOKENS[:BLOCK], slot=1)).logits
+            assert (again == wanted[:BLOCK]).all(), "the areas are not what they were"
+
+
+def test_blocks_and_handed_over_rows_share_steps() -> None:
+    """A row of another slot beside a block, and what is handed over before and after: each as alone, and near to what
+    the host makes of all of it."""
+    tokens, prompt = TOKENS[:4], TOKENS[4:40]
+    with pool_of(NAME, 0.3, stream_rows=0) as pool:
+        handed = evaluate(pool, prompt, block=8)
+    with pool_of(NAME, 0.3) as pool:
+        before = pool.statistics()["steps"]
+        wanted = evaluate(pool, tokens, block=1, slot=1)
+        block = pool.step(rows_of(prompt)).logits.copy()
+        assert pool.statistics()["steps"] - before == len(tokens) + 1, "36 rows are one part"
+        both = pool.step(joined(rows_of(tokens[:1], slot=1), rows_of(prompt))).logits
+        assert pool.statistics()["steps"] - before == len(tokens) + 3
+        assert (both[:1] == wanted[:1]).all() and (both[1:] == block).all()
+        assert (evaluate(pool, tokens[1:], block=1, slot=1, start=1) == wanted[1:]).all()
+        follows = pool.step(rows_of([7], start=len(prompt))).logits
+        assert np.isfinite(follows).all()
+    found, (median, mean) = divergence(handed, block), host_band(NAME)
+    print(found)
+    assert 0 < found.kl_median <= median and found.kl_mean <= mean
+
+
+def test_an_abort_ends_a_block_between_layers() -> None:
+    with pool_of(NAME, 0.0) as pool:
+        wanted = pool.step(rows_of(TOKENS[:BLOCK])).logits.copy()
+        for delay in (0.05, 0.6):
+            begun = time.monotonic()
+            threading.Timer(delay, pool.abort).start()
+            with pytest.raises(StepAborted):
+                pool.step(rows_of(TOKENS[:BLOCK], slot=1))
+            print(time.monotonic() - begun)
+        assert (pool.step(rows_of(TOKENS[:BLOCK], slot=1)).logits == wanted).all()
