@@ -10,6 +10,7 @@ Both compute the same sums in the same order.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -96,7 +97,7 @@ def quantised_multiply(name: str) -> Callable[..., None]:
     `items` is the address of int32 pairs (row of x, row of out), or 0 for rows 0..count-1 of both. `following` is the
     address of the weight that comes next, of which one row of x fetches the beginnings, or 0.
     """
-    from_blocks, from_panels = _multiply_blocks(name), _multiply_panels(name)
+    from_blocks, from_panels = _multiply_halves(name), _multiply_panels(name)
     with_tiles = at_least(AMX)
     from_tiles = multiply_tiles(name) if with_tiles else from_panels
 
@@ -109,7 +110,11 @@ def quantised_multiply(name: str) -> Callable[..., None]:
             row, place = x, out
             if items != 0:
                 row, place = x + load_i32(items) * x_stride, out + load_i32(items + 4) * out_stride
-            from_blocks(weight, row_bytes, blocks, first, last, row, d_plane, sums_plane, place, following)
+            skipped = first * row_bytes
+            from_blocks(
+                weight + skipped, last - first, place + 4 * first, row_bytes, blocks, row, d_plane, sums_plane,
+                following + skipped if following != 0 else 0,
+            )  # fmt: skip
         elif with_tiles and count >= TILES_FROM:
             from_tiles(
                 weight, row_bytes, blocks, first, last, x, x_stride, d_plane, sums_plane, items, count, out, out_stride,
@@ -129,34 +134,35 @@ def quantised_multiply(name: str) -> Callable[..., None]:
     return multiply_
 
 
+@functools.cache
 def _multiply_blocks(name: str) -> Callable[..., None]:
-    """One row of activations: blocks are decoded in registers, four weight rows far apart at a time.
-
-    What comes `prefetch_distance` bytes later in each of the four streams is fetched meanwhile, and at their ends the
-    beginnings of the streams of the weight that follows: an expert's are short."""
+    """One row of activations: blocks are decoded in registers, four weight rows far apart at a time, two of each of two
+    runs of rows. Of `following`, where the first run of the next call starts, and of `then`, where the second does, the
+    beginnings are fetched at the end, since an expert's rows are few; 0: of nothing."""
     step, distance = block_step(name), prefetch_distance()
     nbytes = (SUPER_BLOCKS | SMALL_BLOCKS)[name].nbytes
     x_bytes, d_bytes, sums_bytes = activation_blocks(name)
 
     @compiled
     def multiply(
-        weight: int, row_bytes: int, blocks: int, first: int, last: int, row: int, d_plane: int, sums_plane: int,
-        out: int, following: int,
+        run: int, rows: int, out: int, other: int, other_rows: int, other_out: int, row_bytes: int, blocks: int,
+        row: int, d_plane: int, sums_plane: int, following: int, then: int,
     ) -> None:  # fmt: skip
-        quarter = (last - first + 3) >> 2
+        half = (max(rows, other_rows) + 1) >> 1
         later = (distance + row_bytes - 1) // row_bytes
-        for index in range(quarter):
-            r0 = first + index
-            r1 = min(r0 + quarter, last - 1)
-            r2 = min(r0 + 2 * quarter, last - 1)
-            r3 = min(r0 + 3 * quarter, last - 1)
+        for index in range(half):
+            r0 = min(index, rows - 1)
+            r1 = min(index + half, rows - 1)
+            r2 = min(index, other_rows - 1)
+            r3 = min(index + half, other_rows - 1)
             w0, w1, w2, w3 = (
-                weight + r0 * row_bytes, weight + r1 * row_bytes, weight + r2 * row_bytes, weight + r3 * row_bytes,
+                run + r0 * row_bytes, run + r1 * row_bytes, other + r2 * row_bytes, other + r3 * row_bytes,
             )  # fmt: skip
-            ahead = later * row_bytes
-            if index + later >= quarter and following != 0:
-                ahead = following - weight + (later - quarter) * row_bytes
-            p0, p1, p2, p3 = w0 + ahead, w1 + ahead, w2 + ahead, w3 + ahead
+            ahead = further = later * row_bytes
+            if index + later >= half and following != 0:
+                ahead = following - run + (later - half) * row_bytes
+                further = then - other + (later - half) * row_bytes
+            p0, p1, p2, p3 = w0 + ahead, w1 + ahead, w2 + further, w3 + further
             total = _zeros()
             for block in range(blocks):
                 at = block * nbytes
@@ -164,7 +170,29 @@ def _multiply_blocks(name: str) -> Callable[..., None]:
                     w0 + at, w1 + at, w2 + at, w3 + at, p0 + at, p1 + at, p2 + at, p3 + at, row + block * x_bytes,
                     row + d_plane + block * d_bytes, row + sums_plane + block * sums_bytes, total,
                 )  # fmt: skip
-            _scatter(total, out + 4 * r0, out + 4 * r1, out + 4 * r2, out + 4 * r3)
+            _scatter(total, out + 4 * r0, out + 4 * r1, other_out + 4 * r2, other_out + 4 * r3)
+
+    multiply_: Callable[..., None] = multiply
+    return multiply_
+
+
+@functools.cache
+def _multiply_halves(name: str) -> Callable[..., None]:
+    """The same for one run of rows, the halves of which are the two runs."""
+    from_runs = _multiply_blocks(name)
+
+    @inlined
+    def multiply(
+        run: int, rows: int, out: int, row_bytes: int, blocks: int, row: int, d_plane: int, sums_plane: int,
+        following: int,
+    ) -> None:  # fmt: skip
+        first = (rows + 1) >> 1
+        second = min(first, rows - 1)  # of a single row both halves are that row
+        then = following + second * row_bytes
+        from_runs(
+            run, first, out, run + second * row_bytes, rows - second, out + 4 * second, row_bytes, blocks, row, d_plane,
+            sums_plane, following, then,
+        )  # fmt: skip
 
     multiply_: Callable[..., None] = multiply
     return multiply_
@@ -339,9 +367,45 @@ def experts(name: str) -> Callable[[int, int, int, int], None]:
     """Kernel `experts_<name>`: for every item (row, chosen expert) and job: out[item] = weight[expert] @ x.
 
     Items are grouped by expert, so that the weights of an expert are read once a step. Each expert's output rows are
-    shared among the ranks.
+    shared among the ranks. Two jobs of one item (gate and up) are done together: their runs of rows are twice as long
+    as halves of them, and every beginning costs time.
     """
     multiply = _multiply(name)
+    two_runs = None if name in ELEMENT_BYTES else _multiply_blocks(name)
+    if two_runs is None:
+
+        @inlined
+        def together(args: int, expert: int, after: int, experts: int, items: int, rank: int, ranks: int) -> bool:
+            return False
+
+    else:
+        runs: Callable[..., None] = two_runs
+
+        @inlined
+        def together(args: int, expert: int, after: int, experts: int, items: int, rank: int, ranks: int) -> bool:
+            at = EXPERTS_HEAD + 1
+            up = at + EXPERTS_JOB
+            outputs, row_bytes, blocks = argument(args, at + 4), argument(args, at + 2), argument(args, at + 3)
+            if outputs != argument(args, up + 4):
+                return False
+            first, last = share_start(outputs, rank, ranks), share_end(outputs, rank, ranks)
+            if first < last:
+                row = argument(args, 1) + load_i32(items) * argument(args, 2)
+                to = load_i32(items + 4)
+                gate_weights = argument(args, at) + first * row_bytes
+                up_weights = argument(args, up) + first * row_bytes
+                following = then = 0
+                if after < experts:
+                    following = gate_weights + after * argument(args, at + 1)
+                    then = up_weights + after * argument(args, up + 1)
+                runs(
+                    gate_weights + expert * argument(args, at + 1), last - first,
+                    argument(args, at + 5) + to * argument(args, at + 6) + 4 * first,
+                    up_weights + expert * argument(args, up + 1), last - first,
+                    argument(args, up + 5) + to * argument(args, up + 6) + 4 * first,
+                    row_bytes, blocks, row, argument(args, 3), argument(args, 4), following, then,
+                )  # fmt: skip
+            return True
 
     def kernel(args: int, rank: int, ranks: int, step: int) -> None:
         rows = argument(step, argument(args, 0))
@@ -358,7 +422,8 @@ def experts(name: str) -> Callable[[int, int, int, int], None]:
             start = load_i32(lists + 4 * (expert + 1))
             stop = load_i32(lists) if expert + 1 == expert_count else load_i32(lists + 4 * (expert + 2))
             after = next_expert(lists, expert, expert_count)
-            if stop > start:
+            one = stop == start + 1 and jobs == 2
+            if not (one and together(args, expert, after, expert_count, pairs + 8 * start, rank, ranks)):
                 for job in range(jobs):
                     at = EXPERTS_HEAD + 1 + job * EXPERTS_JOB
                     following = 0
