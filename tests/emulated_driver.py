@@ -165,7 +165,9 @@ class Cuda:
     @classmethod
     def memcpy_htod_async(cls, target: int, source: NDArray[Any], stream: Stream) -> None:
         begin, end = source.ctypes.data, source.ctypes.data + source.nbytes
-        held = source if any(first <= begin and end <= last for first, last in cls.pinned) else source.copy()
+        whole = any(first <= begin and end <= last for first, last in cls.pinned)
+        assert whole or not any(first < end and begin < last for first, last in cls.pinned), "across a range's border"
+        held = source if whole else source.copy()
         stream.work.append(lambda: _copy(int(target), held))
 
     @staticmethod
