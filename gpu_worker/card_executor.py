@@ -254,6 +254,11 @@ class CardExecutor:
         """How experts on the host come to prompt blocks; "" where none do."""
         return self._experts.source if self._experts else ""
 
+    @property
+    def experts_brought(self) -> tuple[int, int]:
+        """Of the last step: bytes of experts that came from the host, and nanoseconds from the first to the last."""
+        return (self._experts.nbytes, self._experts.ns) if self._experts else (0, 0)
+
     def close(self) -> None:
         if self._closed:
             return
@@ -326,6 +331,8 @@ class CardExecutor:
             return
         cuda, stream = self.card.cuda, self.card.stream
         done = groups = 0
+        if self._experts:
+            self._experts.nbytes = self._experts.ns = 0
         if self._feed:
             self._feed.bring(rows, lambda state, slot, before: self.memory.read(state, slot, before)[:, 0])
         for number, (first, last, block) in enumerate(

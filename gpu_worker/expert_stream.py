@@ -58,7 +58,8 @@ class StagedContext:
 
 class ExpertStream:
     """Use it while the card's context is current. One block at a time: `begin`, then for each of its layers `before`
-    and `after` its launches. `source` is made by `connect`, once the rest of the card is ready."""
+    and `after` its launches, and `end`. `nbytes` and `ns` add up what blocks brought, and how long that took from the
+    first copy to the last. The way for the weights is found by `connect`, once the rest of the card is ready."""
 
     def __init__(self, card: Card, program: Program, memory: CardMemory, tiers: ExpertTiers) -> None:
         """PlanError naming the staging areas if they do not fit the card's memory."""
@@ -75,6 +76,8 @@ class ExpertStream:
             [cuda.Event(cuda.event_flags.DISABLE_TIMING) for _ in range(AREAS)] for _ in range(2)
         )
         self._read_before = [False] * AREAS
+        self._begun, self._ended = cuda.Event(), cuda.Event()
+        self.nbytes = self.ns = 0
         self._order: list[_Way] = []
         self._issued = 0
         self._source: ExpertSource | None = None
@@ -100,6 +103,7 @@ class ExpertStream:
         assert self._source is not None
         self._order, self._issued = [self._ways[name] for name in names], 0
         self._source.begin([way.copies for way in self._order])
+        self._begun.record(self._stream)
         self._issue_to(AREAS if self._source.ahead else 1)
 
     def before(self, number: int, wait: bool = False) -> None:
@@ -131,6 +135,10 @@ class ExpertStream:
     def end(self) -> None:
         """The block is over or given up: waits for the copies that are under way."""
         self._stream.synchronize()
+        if self._issued:
+            self.ns += int(1e6 * self._ended.time_since(self._begun))
+            self.nbytes += sum(copy.source.nbytes for way in self._order[: self._issued] for copy in way.copies)
+        self._order, self._issued = [], 0
         if self._source:
             self._source.end()
 
@@ -153,6 +161,7 @@ class ExpertStream:
         except self._card.cuda.Error as error:
             raise self._failed(way, error) from error
         self._issued += 1
+        self._ended.record(self._stream)
 
     def _failed(self, way: _Way, error: Exception) -> CardError:
         return CardError(
@@ -164,7 +173,7 @@ class ExpertStream:
         if self._source:
             self._stream.synchronize()
             self._source.close()
-        del self._copied, self._used, self._stream
+        del self._copied, self._used, self._begun, self._ended, self._stream
 
 
 def _way(program: Program, memory: CardMemory, tiers: ExpertTiers, layer: StagedLayer, area: int) -> _Way:

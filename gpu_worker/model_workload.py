@@ -56,7 +56,12 @@ class ModelWorkload:
         if start.time_stages:
             words = LegWords(arena.memory("leg_times"), start.hand_offs)
             control = arena.memory("control").data.cast("B").cast("q")
-            arguments["on_end"] = lambda ns: words.note(control[STEP // 8], ns)
+
+            def note(ns: int) -> None:
+                assert self._executor is not None
+                words.note(control[STEP // 8], ns, *self._executor.experts_brought)
+
+            arguments["on_end"] = note
         results = results_in(arena, self.program)
         if start.hand_offs:
             tiers = ExpertTiers.of_text(self.program, start.tiers)

@@ -13,7 +13,7 @@ import numpy as np
 
 from bloomery.launcher.bench_engine import EngineRun
 from bloomery.launcher.bench_trial import Trial
-from bloomery.runtime.leg_times import leg_figures
+from bloomery.runtime.leg_times import StepLegs, leg_figures
 from bloomery.runtime.placement import Plan
 from bloomery.runtime.program import Program
 from bloomery.runtime.step_prediction import Bandwidth, predict
@@ -41,6 +41,11 @@ CARD_FIGURES: Final = (
     "card_gbps",
     "copy_gbps",
     "copy_share",
+    "streamed_bytes_per_block",
+    "link_gbps",
+    "link_peak_gbps",
+    "link_share",
+    "experts_from",
 )
 """Null without a card; those of the host and of hand-offs also where every expert lies on the card."""
 
@@ -76,8 +81,12 @@ def card_figures(
     steps = runs[0].steps
     found["step_ms"] = MILLI * statistics.median(run.step_seconds / run.steps for run in runs)
     found["card_bytes_per_step"] = on_card = round(card_bytes(work, plan) / steps)
-    legs = [step for run in runs if run.card for step in run.card.legs]
-    if legs:
+    told = [step for run in runs if run.card for step in run.card.legs]
+    legs = [step for step in told if not step.link_bytes]
+    if streamed := [step for step in told if step.link_bytes]:
+        found |= _link_figures(streamed, plan)
+        found["experts_from"] = next(run.card.experts_from for run in runs if run.card)
+    if legs and not streamed:
         found |= _leg_figures(runs, legs)
         found["card_gbps"] = on_card / (found["card_leg_ms"] / MILLI) / GIGA
         if plan.card.read:
@@ -100,6 +109,21 @@ def card_bytes(work: Mapping[str, Work], plan: Plan) -> float:
     total = sum(layer.nbytes * layer.experts for layer in plan.tiers.layers)
     share = plan.tiers.card_bytes / total if total else 1.0
     return sum(kind.read for kind in work.values()) - experts * (1.0 - share)
+
+
+def _link_figures(streamed: Sequence[StepLegs], plan: Plan) -> dict[str, Any]:
+    """Of blocks of a prompt to which experts came."""
+    assert plan.card is not None
+    nbytes, seconds = sum(step.link_bytes for step in streamed), sum(step.link_ns for step in streamed) / 1e9
+    found: dict[str, Any] = {
+        "card_leg_ms": MILLI * statistics.mean(step.card_ns for step in streamed) / 1e9,
+        "streamed_bytes_per_block": round(nbytes / len(streamed)),
+        "link_gbps": nbytes / max(seconds, 1e-9) / GIGA,
+    }
+    if plan.card.link:
+        found["link_peak_gbps"] = plan.card.link / GIGA
+        found["link_share"] = found["link_gbps"] / found["link_peak_gbps"]
+    return found
 
 
 def _leg_figures(runs: Sequence[EngineRun], legs: Sequence[Any]) -> dict[str, Any]:

@@ -39,11 +39,13 @@ GREEDY = SamplingParameters(temperature=0.0)
 @dataclass(frozen=True)
 class CardRun:
     """What card and host told of the steps of a trial: the steps, for each hand-off the seconds of all steps that a
-    rank of the host spent on its experts, and those that it waited for the card."""
+    rank of the host spent on its experts, and those that it waited for the card; how experts on the host came to blocks
+    of prompts."""
 
     legs: tuple[StepLegs, ...]
     host_seconds: tuple[float, ...]
     host_wait_seconds: float
+    experts_from: str = ""
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ class BenchEngine:
         card: CardRun | None = None
         if isinstance(self._pool, CardPool):
             *host, wait = (now - then for now, then in zip(self._card_seconds(), card_before, strict=True))
-            card = CardRun(tuple(self._pool.step_legs()), tuple(host), wait)
+            card = CardRun(tuple(self._pool.step_legs()), tuple(host), wait, after.get("experts_from", ""))
         return EngineRun(finished - begun, after["steps"] - counted["steps"], step_seconds, cpu, tokens, ticks, card)
 
     def _request(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[float, tuple[int, ...], int]:

@@ -70,6 +70,8 @@ COLUMNS: Final[tuple[tuple[str, str, Callable[[Any], str]], ...]] = (
     ("p99 us", "hand_off_us_p99", "{:.1f}".format),
     ("card GB/s", "card_gbps", "{:.0f}".format),
     ("of its copy rate", "copy_share", _percent),
+    ("link GB/s", "link_gbps", "{:.1f}".format),
+    ("of its copies' rate", "link_share", _percent),
 )
 KIND_COLUMNS: Final[tuple[tuple[str, str, Callable[[Any], str]], ...]] = (
     ("of the step", "share", _percent),

@@ -222,8 +222,8 @@ class CardPool:
                 if self._aborted:
                     raise StepAborted(f"aborted before row {part.positions[0]}")
                 seconds += self._runner.step(part, partial(self._states.reach.begin, part), alone)
-                if self._legs and not alone and (legs := self._legs.read(self._runner.step_number)):
-                    each = StepLegs(legs.card_ns // (1 + part.ahead), legs.hand_offs)
+                if self._legs and (legs := self._legs.read(self._runner.step_number)):
+                    each = replace(legs, card_ns=legs.card_ns // (1 + part.ahead))
                     self._step_legs += [each] * (1 + part.ahead)
                 wanted = len(part.out_rows) * (1 + part.ahead)
                 if self._results is not self._shared:

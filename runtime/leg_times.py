@@ -6,7 +6,9 @@ Region `leg_times` of an arena with a card, written by the card's worker and its
 
 | at                | words                                                                              |
 |-------------------|------------------------------------------------------------------------------------|
-| 0                 | STEP: the step that CARD_NS is of; CARD_NS: from its first launch to its last's end |
+| 0                 | STEP: the step that the next are of; CARD_NS: from its first launch to its last's  |
+|                   | end; LINK_BYTES, LINK_NS: experts that came to the card meanwhile, and from the    |
+|                   | first of these copies to the end of the last                                       |
 | LINE + 32 * index | of hand-off `index`: SENT, BEGUN, SEEN                                              |
 
 SENT is when the card's flag of the hand-off was stored, BEGUN when its receive kernel began to look for the host's,
@@ -24,7 +26,7 @@ from numpy.typing import NDArray
 
 from bloomery.runtime.step_record import LINE
 
-STEP, CARD_NS = 0, 8
+STEP, CARD_NS, LINK_BYTES, LINK_NS = 0, 8, 16, 24
 HAND_OFF_BYTES: Final = 32
 SENT, BEGUN, SEEN = 0, 1, 2
 
@@ -41,10 +43,13 @@ def offset(index: int) -> int:
 
 @dataclass(frozen=True)
 class StepLegs:
-    """One step on the card: its nanoseconds, and (hand-offs, 3) of SENT, BEGUN, SEEN in the order of its hand-offs."""
+    """One step on the card: its nanoseconds, and (hand-offs, 3) of SENT, BEGUN, SEEN in the order of its hand-offs. A
+    block of a prompt to which experts came has none of these, but their bytes and how long they took."""
 
     card_ns: int
     hand_offs: NDArray[np.int64]
+    link_bytes: int = 0
+    link_ns: int = 0
 
 
 class LegWords:
@@ -55,9 +60,9 @@ class LegWords:
         self._times = memory[LINE:].view(np.int64).reshape(-1, HAND_OFF_BYTES // 8)
         self._hand_offs = sorted(hand_offs)
 
-    def note(self, step: int, card_ns: int) -> None:
+    def note(self, step: int, card_ns: int, link_bytes: int = 0, link_ns: int = 0) -> None:
         """Said by the card's worker at the end of a step."""
-        self._words[STEP // 8], self._words[CARD_NS // 8] = step, card_ns
+        self._words[:4] = step, card_ns, link_bytes, link_ns
 
     def note_hand_off(self, index: int, which: int, ns: int) -> None:
         """Said by a card that is played in Python."""
@@ -67,7 +72,9 @@ class LegWords:
         """What was noted of the step that has just ended; None if nothing was (a drill, or a step that was cut)."""
         if self._words[STEP // 8] != step:
             return None
-        return StepLegs(int(self._words[CARD_NS // 8]), self._times[self._hand_offs, :3].copy())
+        _, card_ns, link_bytes, link_ns = self._words[:4].tolist()
+        times = self._times[[] if link_bytes else self._hand_offs, :3].copy()
+        return StepLegs(card_ns, times, link_bytes, link_ns)
 
 
 @dataclass(frozen=True)

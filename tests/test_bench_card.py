@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from bloomery.runtime.architectures import build_program
 from bloomery.runtime.card_probe import CardRoom
 from bloomery.runtime.daemon_config import DaemonConfig
 from bloomery.runtime.errors import BloomeryError
+from bloomery.runtime.expert_tiers import ExpertTiers
 from bloomery.runtime.leg_times import BEGUN, SEEN, SENT, LegWords, StepLegs, leg_bytes, leg_figures
+from bloomery.runtime.memory_terms import card_plan_terms
 from bloomery.runtime.model_file import ModelFile
 
 TINY = demo_model_path("tiny-qwen3moe")
@@ -93,6 +96,27 @@ def test_rows_of_a_card_with_experts_on_the_host(run: Run) -> None:
         assert row["ceiling_gbps"] > 0 and row["ceiling_share"] is None and row["kinds"] == {}
     assert rows[0]["steps"] == 2 and rows[1]["steps"] == 6, "16 rows are two groups of eight"
     assert rows[0]["predicted_ms"] is None and rows[1]["predicted_ms"] > rows[1]["predicted_bound_ms"] > 0
+
+
+def test_a_row_of_a_prompt_whose_experts_come_from_the_host(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over emulated kernels: one block of 64 rows and a group of two."""
+    card = replace(CARD, link=50e9)
+    with ModelFile.open(TINY) as model:
+        program = build_program(model)
+    config = DaemonConfig(str(TINY), plan="a", context=68, slots=1, prompt_block=64, cache_ram=0)
+    none = ExpertTiers.chosen(program, 0, None)
+    terms = card_plan_terms(config, program, 0, 68, none, True)
+    least = sum(term.nbytes for term in terms if term.place == "card")
+    monkeypatch.setattr(placement, "probe_cards", lambda: (card,))
+    monkeypatch.setattr(bench_engine, "CARD_WORKLOAD", "emulated_driver:load")
+    (row,) = run("--plan", "a", "--card-memory", str(least), "-t", "2", "-p", "66", "-n", "0", "--prompt-block", "64")
+    assert row["expert_share_on_card"] == 0 and row["steps"] == 2
+    *others, last = none.layers  # nobody wants a row of the last one's result
+    assert row["streamed_bytes_per_block"] == sum(layer.nbytes * layer.experts for layer in others)
+    assert row["hand_offs"] is None and last.gate.startswith("blk.3.")
+    assert row["card_leg_ms"] > 0 and row["link_gbps"] > 0 and row["link_peak_gbps"] == 50
+    assert row["link_share"] == pytest.approx(row["link_gbps"] / 50)
+    assert row["experts_from"].startswith("out of ")
 
 
 def test_rows_of_a_card_with_everything_on_it(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
