@@ -238,7 +238,12 @@ def add_daemon_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="CPU-expert processes, one core each (default: every core this process may use)",
     )
-    group.add_argument("--prompt-block", type=positive, metavar="N", help="greatest number of rows of a step")
+    group.add_argument(
+        "--prompt-block",
+        type=positive,
+        metavar="N",
+        help="greatest number of rows of a step (512; up to 4096 with a card and experts on the host)",
+    )
     group.add_argument(
         "--cache-type",
         choices=("f16", "f32", "q8_0"),

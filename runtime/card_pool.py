@@ -93,6 +93,7 @@ class CardPool:
         self._group, self._arena, self._program, self._lowered = group, arena, program, lowered
         self._shape = shape = arena.layout.shape
         self._max_rows, self._max_out_rows = limits
+        self.stream_rows = stream_rows
         self._least_block = stream_rows or self._max_rows + 1
         self._card = shape.processes
         store = CardRows(group, self._card, program, shape.cache_type)

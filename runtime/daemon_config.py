@@ -12,7 +12,7 @@ from bloomery.runtime.cache_types import CacheType
 class DaemonConfig:
     """`context` is the number of positions of one slot (0: what the file was trained for, cut to what memory allows);
     `processes` is the number of CPU-expert processes (0: one for each core of the affinity mask and cgroup quota);
-    `prompt_block` the greatest number of rows of a step; an empty endpoint means one in the runtime directory.
+    `prompt_block` the greatest number of rows of a step (0: chosen); an empty endpoint is one in the runtime directory.
     `executor` "reference" runs the NumPy reference inside the coordinator instead of worker processes.
     `host_weights` says whether weights are copied to shared memory or mapped, `mlock` that they are locked there.
     Of n-gram table rows `engram_cache` MiB are kept in memory; with `engram_direct` they are read past the page cache.
@@ -32,7 +32,7 @@ class DaemonConfig:
     context: int = 0
     slots: int = 4
     processes: int = 0
-    prompt_block: int = 512
+    prompt_block: int = 0
     cache_type: CacheType = "f16"
     executor: Literal["host", "reference"] = "host"
     queue_limit: int = 64

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from bloomery.runtime.drafts.drafting import Drafting
 from bloomery.runtime.engine_counters import EngineCounters
 from bloomery.runtime.errors import RequestError, StepAborted, WorkerLost
-from bloomery.runtime.executor import InPieces, StepExecutor, StepResult
+from bloomery.runtime.executor import InBlocks, InPieces, StepExecutor, StepResult
 from bloomery.runtime.requests import Event, Failed, GenerationRequest
 from bloomery.runtime.sampling_checks import check_integer
 from bloomery.runtime.sampling_tools import SamplingTools
@@ -67,7 +67,8 @@ class Engine:
         self._snapshots = SnapshotCache(executor, snapshot_bytes)
         pieces = executor.copy_pieces if isinstance(executor, InPieces) else None
         self._pool = SlotPool(executor.slots, executor.copy_prefix, executor.continuable, self._snapshots, pieces)
-        self._scheduler = Scheduler(executor.max_rows, executor.max_out_rows)
+        block_rows = executor.stream_rows if isinstance(executor, InBlocks) else 0
+        self._scheduler = Scheduler(executor.max_rows, executor.max_out_rows, block_rows)
         self._counters = EngineCounters(executor.slots)
         self._lock = threading.Lock()  # guards the next five; never held during a step, a copy or a sink's call
         self._preparing: dict[bytes, Why | None] = {}  # being tokenised; with the reason to end, if one came meanwhile

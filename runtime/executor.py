@@ -134,6 +134,15 @@ class InPieces(Protocol):
     ) -> Generator[None, None, None]: ...
 
 
+@runtime_checkable
+class InBlocks(Protocol):
+    """What an executor may have besides: steps that take about as long however many rows of a prompt they have."""
+
+    @property
+    def stream_rows(self) -> int:
+        """From so many neighbouring rows of a slot on; 0: there is no such number."""
+
+
 def check_rows(rows: StepRows, executor: StepExecutor, vocabulary: int) -> None:
     """ValueError for rows that the executor does not serve. They come from this process, but a wrong one would
     overwrite another sequence's cache without a trace."""

@@ -46,6 +46,8 @@ CARD_MARGIN_BYTES: Final = 128 << 20
 """Left free on a card: rounding of allocations, graphs, what else the driver takes."""
 REFERENCE_WEIGHT_BYTES: Final = 2 << 30
 """Bound of the dequantised weights that the reference executor keeps."""
+DEFAULT_BLOCK: Final = 512
+"""Rows of a step, where nobody has said how many."""
 CARD_ROWS: Final = 8
 """Rows that a card computes at once as it decodes; beside a host, always."""
 PROMPT_ROWS: Final = 33
@@ -69,9 +71,14 @@ class MemoryTerm:
     place: Place
 
 
+def block_of(config: DaemonConfig) -> int:
+    """Greatest number of rows of a step, but for slots."""
+    return config.prompt_block or DEFAULT_BLOCK
+
+
 def out_rows_of(config: DaemonConfig, program: Program) -> tuple[int, int]:
     """(greatest R, greatest O) of a step."""
-    max_rows = max(config.prompt_block, config.slots)
+    max_rows = max(block_of(config), config.slots)
     return max_rows, min(max_rows, max(config.slots, LOGITS_BYTES // (4 * program.vocabulary), 1))
 
 
@@ -201,7 +208,7 @@ def _brought_bytes(program: Program, rows: int) -> int:
 
 def card_cache_bytes(config: DaemonConfig, program: Program, context: int) -> int:
     """All states of all slots as a card holds them."""
-    spare = max(config.prompt_block, config.slots, LEAST_SPARE)
+    spare = max(block_of(config), config.slots, LEAST_SPARE)
     return sum(
         config.slots * state.rows(context, spare) * state.width * element_type(state, config.cache_type).itemsize
         + _ROUNDING

@@ -23,7 +23,9 @@ from bloomery.runtime.hot_list import HotList
 from bloomery.runtime.memory_limits import available_memory
 from bloomery.runtime.memory_terms import (
     CARD_ROWS,
+    DEFAULT_BLOCK,
     MemoryTerm,
+    block_of,
     card_cache_bytes,
     card_plan_terms,
     host_plan_terms,
@@ -50,6 +52,9 @@ AUTO_CONTEXT_SHARE = 0.5
 TIERED_CONTEXT_SHARE = 0.125
 """The same of a card's memory that experts compete for."""
 _KEPT_CORES = 2
+STREAMED_BLOCKS = (4096, 2048, 1024)
+BLOCK_SHARE = 0.75
+"""Of the room for experts beside blocks of the default size, what larger ones that nobody asked for must leave."""
 STREAM_ROWS = 64
 """A prompt block whose experts come to the card has at least so many rows."""
 """For the coordinator and the card's worker, where there are enough."""
@@ -129,10 +134,10 @@ def make_plan(config: DaemonConfig, program: Program, room: MemoryRoom, hot: Hot
     """The plan of a program for the free memory; `hot` ranks the experts, where some are placed before others.
     PlanError names the term that does not fit, and by how much."""
     check_plan_name(config.plan)
-    if config.slots < 1 or config.prompt_block < 1 or config.context < 0:
+    if config.slots < 1 or config.prompt_block < 0 or config.context < 0:
         raise PlanError(
             f"slots {config.slots}, prompt block {config.prompt_block} and context {config.context} make no plan",
-            "slots and prompt block are at least 1, context is at least 0 (0: chosen)",
+            "slots are at least 1, prompt block and context at least 0 (0: chosen)",
         )
     check_cache_type(program, config.cache_type)
     if config.host_weights not in ("auto", "copy", "mmap"):
@@ -179,7 +184,7 @@ def _host_plan(config: DaemonConfig, program: Program, room: MemoryRoom, hot: Ho
         digest,
         context,
         config.slots,
-        config.prompt_block,
+        block_of(config),
         processes,
         terms(context),
         note=note,
@@ -214,10 +219,11 @@ def _card_plan(config: DaemonConfig, program: Program, room: MemoryRoom, hot: Ho
     whole = ExpertTiers.everything(program)
     none = replace(whole, on_card=dict.fromkeys(whole.on_card, ()))
 
-    def left(context: int, tiers: ExpertTiers, streams: bool = False) -> int:
+    def left(context: int, tiers: ExpertTiers, streams: bool = False, block: int = 0) -> int:
         """Bytes of the card that are left for experts; with some on the host steps are short and take less, unless
         experts come to the card."""
-        terms = card_plan_terms(config, program, 0, context, tiers, streams)
+        of_block = replace(config, prompt_block=block or config.prompt_block)
+        terms = card_plan_terms(of_block, program, 0, context, tiers, streams)
         return card.free - sum(term.nbytes for term in terms if term.place == "card" and term.name != "card experts")
 
     def fits(context: int) -> bool:
@@ -232,26 +238,39 @@ def _card_plan(config: DaemonConfig, program: Program, room: MemoryRoom, hot: Ho
     processes, stream_rows, note = 0, 0, ""
     if tiers.host_layers:
         processes = some
-        room_left = left(context, none, streams=True)
+        block, room_left = _streaming_block(config, context, lambda block: left(context, none, True, block))
+        larger = replace(config, prompt_block=block)
         streaming = ExpertTiers.chosen(program, min(max(0, room_left), whole.card_bytes - 1), hot)
         link, read = card.link or ASSUMED_LINK, some * ASSUMED_CORE_READ
         stream_rows = least_streamed_rows(streaming, link, read, CARD_ROWS, STREAM_ROWS)
-        if stream_rows > config.prompt_block:
-            note = f"it pays from {stream_rows} rows on, and blocks have {config.prompt_block} (--prompt-block)"
+        if stream_rows > block:
+            note = f"it pays from {stream_rows} rows on, and blocks have {block} (--prompt-block)"
         elif room_left < 0:
-            needed = card_plan_terms(config, program, 0, context, none, True)
+            needed = card_plan_terms(larger, program, 0, context, none, True)
             note = (
-                f"expert staging and the activations of {config.prompt_block} rows (--prompt-block) take"
-                f" {-room_left} bytes of the card too many; terms in bytes: "
+                f"expert staging and the activations of {block} rows (--prompt-block) take {-room_left} bytes of the"
+                " card too many; terms in bytes: "
                 + ", ".join(f"{term.name} {term.nbytes}" for term in needed if term.place == "card" and term.nbytes)
             )
-        stream_rows, tiers = (0, tiers) if note else (stream_rows, streaming)
+        stream_rows, tiers, config = (0, tiers, config) if note else (stream_rows, streaming, larger)
     terms = card_plan_terms(config, program, processes, context, tiers, bool(stream_rows))
     digest = _digest("a", config, program, f"{tiers.text()}/{stream_rows}" if stream_rows else tiers.text())
-    plan = Plan("a", digest, context, config.slots, config.prompt_block, processes, terms, card, tiers)
+    plan = Plan("a", digest, context, config.slots, block_of(config), processes, terms, card, tiers)
     plan = replace(plan, stream_rows=stream_rows, stream_note=note)
     _refuse_what_does_not_fit(plan, room)
     return _with_snapshots(config, plan, room)
+
+
+def _streaming_block(config: DaemonConfig, context: int, room: Callable[[int], int]) -> tuple[int, int]:
+    """Rows of a block to which experts come, and the bytes of the card that `room` leaves for experts then. A block
+    takes about as long however many rows it has, so that many are better; those that nobody asked for take little."""
+    if config.prompt_block:
+        return config.prompt_block, room(config.prompt_block)
+    bare = room(DEFAULT_BLOCK)
+    for block in STREAMED_BLOCKS:
+        if DEFAULT_BLOCK < block <= context and room(block) >= BLOCK_SHARE * bare > 0:
+            return block, room(block)
+    return DEFAULT_BLOCK, bare
 
 
 def _with_snapshots(config: DaemonConfig, plan: Plan, room: MemoryRoom) -> Plan:

@@ -2,7 +2,8 @@
 
 Every running stream (a sequence with one row to compute) has its row in every step. Prompt rows fill the rest of the
 step, with two limits while other work waits: a step with prompt rows is cut to about `PROMPT_STEP_SECONDS`, and it has
-to be earned back: streams then run alone until they have had `STREAM_SHARE` of the time.
+to be earned back: streams then run alone until they have had `STREAM_SHARE` of the time. Where from `block_rows` rows
+of a prompt on a step takes about as long as one of many more (`executor.InBlocks`), such steps are not cut.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ STREAM_SHARE = 0.5
 # Rows of a cut prompt step before the first measurement, and the fewest ever: below it a step costs about as much.
 FIRST_ROWS = 32
 LEAST_ROWS = 16
+_NEVER = 1 << 62
 _DECAY = 0.7  # weight of earlier steps in the measured rate
 
 
@@ -35,9 +37,12 @@ S = TypeVar("S", bound=Schedulable)
 
 
 class Scheduler:
-    def __init__(self, max_rows: int, max_out_rows: int) -> None:
+    def __init__(self, max_rows: int, max_out_rows: int, block_rows: int = 0) -> None:
+        """`block_rows` 0: every row of a prompt takes about as long."""
         self._max_rows, self._max_out_rows = max_rows, max_out_rows
+        self._block_rows = block_rows or _NEVER
         self._rows = self._seconds = 0.0
+        self._cut = (0.0, 0.0)  # rows and seconds, of steps without blocks
         self._owed = 0.0
 
     @property
@@ -56,7 +61,7 @@ class Scheduler:
         rows = self._max_rows - len(streams)
         out_rows = self._max_out_rows - sum(sequence.out_rows(1) for sequence in streams)
         if len(ready) > 1 or others_wait:
-            rows = min(rows, self._cut_rows())
+            rows = min(rows, self._cut_rows(max(sequence.rows_left for sequence in ready)))
         shares: dict[int, int] = {}
         prompts = [sequence for sequence in ready if sequence.rows_left > 1]
         # The oldest prompt gets at least half of the rows, so that it ends; the shortest the others, so that it need
@@ -79,6 +84,8 @@ class Scheduler:
         if prompt_rows:
             self._rows = _DECAY * self._rows + rows
             self._seconds = _DECAY * self._seconds + max(seconds, 1e-6)
+        if 0 < prompt_rows < self._block_rows:
+            self._cut = _DECAY * self._cut[0] + rows, _DECAY * self._cut[1] + max(seconds, 1e-6)
         if not streams:
             self._owed = 0.0
         elif prompt_rows:
@@ -86,10 +93,13 @@ class Scheduler:
         else:
             self._owed = max(0.0, self._owed - seconds)
 
-    def _cut_rows(self) -> int:
-        if not self._seconds:
+    def _cut_rows(self, longest: int) -> int:
+        rows, seconds = self._cut
+        if longest >= self._block_rows:
+            return self._max_rows
+        if not seconds:
             return FIRST_ROWS
-        return max(LEAST_ROWS, int(self.prompt_rate * PROMPT_STEP_SECONDS))
+        return max(LEAST_ROWS, int(rows / seconds * PROMPT_STEP_SECONDS))
 
 
 def _rows_left(sequence: Schedulable) -> int:

@@ -264,6 +264,10 @@ def test_prompts_with_a_host_have_terms_and_a_threshold(program: Program) -> Non
     assert short.tiers and short.tiers.share > plan.tiers.share and short.digest != plan.digest
     small = make_plan(replace(CONFIG, prompt_block=8192), program, room(4, 64))
     assert small.stream_rows == 0 and "expert staging and the activations of 8192 rows" in small.stream_note
+    chosen = make_plan(replace(CONFIG, prompt_block=0), program, room(12, 64))
+    assert chosen.prompt_block == 4096 and chosen.tiers and 0.7 * plan.tiers.share < chosen.tiers.share
+    assert make_plan(replace(CONFIG, prompt_block=0), program, room(5, 64)).prompt_block in (1024, 2048)
+    assert make_plan(replace(CONFIG, prompt_block=0), program, room(24, 64)).prompt_block == 512
     (card,) = room(12, 64).cards
 
     def at(link: float) -> Plan:

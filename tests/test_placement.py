@@ -98,7 +98,7 @@ def test_a_context_that_nobody_asked_for_fits(program: Program) -> None:
 
 
 def test_nonsense_is_refused(program: Program) -> None:
-    for config in (replace(CONFIG, slots=0), replace(CONFIG, prompt_block=0), replace(CONFIG, context=-1)):
+    for config in (replace(CONFIG, slots=0), replace(CONFIG, prompt_block=-1), replace(CONFIG, context=-1)):
         with pytest.raises(PlanError):
             make_plan(config, program, PLENTY)
 

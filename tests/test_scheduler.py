@@ -120,6 +120,19 @@ def test_a_lone_prompt_takes_whole_steps_and_is_cut_when_others_wait() -> None:
     assert scheduler.plan([prompt], True) == [(prompt, LEAST_ROWS)]
 
 
+def test_blocks_that_take_as_long_however_long_they_are_are_not_cut() -> None:
+    scheduler, stream, prompt = Scheduler(4096, 64, 64), Work(1), Work(9000)
+    for _ in range(2):
+        assert scheduler.plan([stream, prompt], False) == [(stream, 1), (prompt, 4095)]
+        scheduler.observe(4096, 4095, 1, 0.4)
+        assert scheduler.plan([stream, prompt], False) == [(stream, 1)], "earned back first"
+        scheduler.observe(1, 0, 1, 0.4)
+    prompt.rows_left = 60
+    assert scheduler.plan([prompt], True) == [(prompt, FIRST_ROWS)], "what blocks take says nothing of shorter prompts"
+    scheduler.observe(32, 32, 0, 0.2)
+    assert scheduler.plan([prompt], True) == [(prompt, 32)] and scheduler.prompt_rate > 1000
+
+
 def test_a_short_last_block_hardly_changes_the_measured_rate() -> None:
     scheduler = Scheduler(512, 64)
     scheduler.observe(100, 100, 0, 0.2)
