@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from llvmlite import ir
 from numba import types
 
 from bloomery.cpu_experts.isa import AVX512VNNI, at_least, prefetch_distance
@@ -27,7 +28,7 @@ from bloomery.cpu_experts.kernels.layouts import PANEL_VECTORS
 from bloomery.cpu_experts.kernels.position_dots import position_dots, with_positions
 from bloomery.cpu_experts.kernels.wide_dots import nibble_sums, table_dots, wide_dots
 from bloomery.cpu_experts.kernels.wide_formats import NIBBLE_BLOCKS, WIDE_BLOCKS
-from bloomery.cpu_experts.simd import Emitter, Value, emits, f32x4, i8x32, i16x16, i32x4, i32x8
+from bloomery.cpu_experts.simd import Emitter, Value, emits, f32x4, i8x32, i8x64, i16x16, i32x4, i32x8
 
 _INT = types.int64
 
@@ -128,6 +129,15 @@ def _small_dots(s: Emitter, name: str, addresses: Sequence[Value], x: Sequence[V
 def _floats(s: Emitter, kind: type[BlockFormat], addresses: Sequence[Value]) -> tuple[Value, Value]:
     d = block_scales(s, kind, addresses)
     return d, None if kind.minimum_at is None else half_floats(s, addresses, kind.minimum_at)
+
+
+@emits(types.void)
+def aligned_frame(s: Emitter) -> None:
+    """Lets the frame of the function that it becomes part of start at a multiple of 64: registers that LLVM keeps there
+    would cross lines otherwise, which it does not care for by itself."""
+    slot = s.b.alloca(i8x64.ir)
+    slot.align = 64
+    s.b.asm(ir.FunctionType(ir.VoidType(), [slot.type]), "", "r", [slot], True)
 
 
 def block_step(name: str) -> Any:

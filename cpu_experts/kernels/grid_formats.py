@@ -76,16 +76,14 @@ class GridBlock(SuperBlock):
         return self.s.as_(i8x32, load_eights(self.s, table_address(self.s, table), codes))
 
 
-class IQ2_XXS(GridBlock):
-    """For each 32 elements four codes of eight, then a word: 28 bits of signs and a scale of 4 bits. The eighth sign of
-    each eight makes their number even."""
-
-    nbytes = 66
-    fraction = 0.125
+class WordBlock(GridBlock):
+    """Types with a word for each 32 elements: 28 bits of signs and a scale of 4 bits. The eighth sign of each eight
+    makes their number even."""
 
     @functools.cached_property
     def words(self) -> Value:
-        return self.s.lanes(self.s.load(i32x16, self.address, 2), range(1, 16, 2))
+        """i32x8."""
+        raise NotImplementedError
 
     @functools.cached_property
     def signs(self) -> Value:
@@ -94,6 +92,17 @@ class IQ2_XXS(GridBlock):
     @functools.cached_property
     def scales(self) -> Value:
         return self.odd_scales(self.s.lshr(self.words, 28))
+
+
+class IQ2_XXS(WordBlock):
+    """For each 32 elements four codes of eight, then the word."""
+
+    nbytes = 66
+    fraction = 0.125
+
+    @functools.cached_property
+    def words(self) -> Value:
+        return self.s.lanes(self.s.load(i32x16, self.address, 2), range(1, 16, 2))
 
     def magnitudes(self, group: int) -> Value:
         return self.eights("IQ2_XXS", [self.code("i8", 2 + 8 * group + index) for index in range(4)])
@@ -143,8 +152,8 @@ class IQ2_S(GridBlock):
         return self.eights("IQ2_S", codes)
 
 
-class IQ3_XXS(GridBlock):
-    """64 codes of four; then a word for each 32 elements as in IQ2_XXS."""
+class IQ3_XXS(WordBlock):
+    """64 codes of four, then the words."""
 
     nbytes = 98
     fraction = 0.25
@@ -152,14 +161,6 @@ class IQ3_XXS(GridBlock):
     @functools.cached_property
     def words(self) -> Value:
         return self.s.load(i32x8, self.address, 66)
-
-    @functools.cached_property
-    def signs(self) -> Value:
-        return self.even(self.four_sevens(self.words))
-
-    @functools.cached_property
-    def scales(self) -> Value:
-        return self.odd_scales(self.s.lshr(self.words, 28))
 
     def magnitudes(self, group: int) -> Value:
         s = self.s

@@ -17,7 +17,7 @@ from typing import Any, Final
 from numba import types
 
 from bloomery.cpu_experts.isa import AMX, at_least, prefetch_distance
-from bloomery.cpu_experts.kernels.block_dots import block_step
+from bloomery.cpu_experts.kernels.block_dots import aligned_frame, block_step
 from bloomery.cpu_experts.kernels.block_formats import SMALL_BLOCKS, SUPER_BLOCKS
 from bloomery.cpu_experts.kernels.elementwise import add_run
 from bloomery.cpu_experts.kernels.float_dots import (
@@ -148,6 +148,7 @@ def _multiply_blocks(name: str) -> Callable[..., None]:
         run: int, rows: int, out: int, other: int, other_rows: int, other_out: int, row_bytes: int, blocks: int,
         row: int, d_plane: int, sums_plane: int, following: int, then: int,
     ) -> None:  # fmt: skip
+        aligned_frame()
         half = (max(rows, other_rows) + 1) >> 1
         later = (distance + row_bytes - 1) // row_bytes
         for index in range(half):

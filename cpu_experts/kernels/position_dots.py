@@ -3,13 +3,14 @@
 Owns the lookups in registers: the value at one position of a group, for 64 codes at once, is a byte out of a table of
 256 or 512, which two-register permutations take from registers, where loads would take a code at a time. Activations
 are brought into the same order once a block; integer sums are exact in any order, and the float steps are
-`block_dots`' canonical ones. The types are those with a scale for each 32 elements: no lane has parts of two.
+`block_dots`' canonical ones. The types are those with a scale for each 32 elements: no lane has parts of two. The
+integer sums of types whose codes stand for eight values are `level_dots`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from llvmlite import ir
@@ -17,7 +18,10 @@ from llvmlite import ir
 from bloomery.cpu_experts.isa import AVX512VNNI, at_least, host_features
 from bloomery.cpu_experts.kernels.block_formats import SUPER_BLOCKS
 from bloomery.cpu_experts.kernels.block_parts import block_scales
+from bloomery.cpu_experts.kernels.code_lookups import by_position, constant_table, even_bytes, of_two
 from bloomery.cpu_experts.kernels.grid_tables import grid_words
+from bloomery.cpu_experts.kernels.lane_sums import row_by_row, sums_of_fours
+from bloomery.cpu_experts.kernels.level_dots import LEVEL_SUMS
 from bloomery.cpu_experts.simd import Emitter, Value, f32x4, i8x32, i8x64, i32x8, i32x16, vector
 
 i64x8 = vector("i64", 8)
@@ -28,21 +32,22 @@ _FIELDS: Final = (0, 7, 14, 21, 32, 39, 46, 53)
 
 def with_positions(name: str) -> bool:
     """Whether `position_dots` knows the type and this CPU has what it needs."""
-    return name in _SUMS and at_least(AVX512VNNI) and host_features().get("avx512vbmi", False)
+    needs = ("avx512vbmi", "bmi2")
+    return name in _SUMS and at_least(AVX512VNNI) and all(host_features().get(need, False) for need in needs)
 
 
 def position_dots(s: Emitter, name: str, addresses: Sequence[Value], x: Sequence[Value], acc: Value) -> Value:
-    """acc (f32x4) after one block of four rows; x: addresses of the activations' values, d and sums (not used)."""
-    x_values, x_d, _ = x
-    totals = _SUMS[name](s, addresses, x_values)
+    """acc (f32x4) after one block of four rows; x: addresses of the activations' values, d and sums."""
+    x_values, x_d, x_sums = x
+    totals = _SUMS[name](s, addresses, x_values, x_sums)
     dx = s.splat(f32x4, s.load_scalar("f32", x_d))
     d = block_scales(s, SUPER_BLOCKS[name], addresses)
-    return s.fma(s.fmul(d, dx), s.to_float(f32x4, s.sum4(*totals)), acc)
+    return s.fma(s.fmul(d, dx), s.to_float(f32x4, sums_of_fours(s, row_by_row(s, totals))), acc)
 
 
-# ---- the types: i32x8 of partial sums for each of the four rows
-def _iq3_xxs(s: Emitter, addresses: Sequence[Value], x_values: Value) -> list[Value]:
-    activations = _by_position(s, x_values)
+# ---- the types: i32x16 of partial sums for each of the four rows
+def _iq3_xxs(s: Emitter, addresses: Sequence[Value], x_values: Value, _: Value) -> list[Value]:
+    activations = by_position(s, x_values)
     totals = []
     for pair in (addresses[:2], addresses[2:]):
         words = s.concat(*(s.load(i32x8, address, 66) for address in pair))
@@ -52,12 +57,12 @@ def _iq3_xxs(s: Emitter, addresses: Sequence[Value], x_values: Value) -> list[Va
             of_codes = s.lanes(signs, [32 * row + code // 2 for code in range(64)])
             dots = _four_positions(s, _values(s, "IQ3_XXS", codes), activations, of_codes)
             scaled = s.mul(dots, s.lanes(scales, [8 * row + lane // 2 for lane in range(16)]))
-            totals.append(s.add(s.low(scaled), s.high(scaled)))
+            totals.append(scaled)
     return totals
 
 
-def _iq3_s(s: Emitter, addresses: Sequence[Value], x_values: Value) -> list[Value]:
-    activations = _by_position(s, x_values)
+def _iq3_s(s: Emitter, addresses: Sequence[Value], x_values: Value, _: Value) -> list[Value]:
+    activations = by_position(s, x_values)
     totals = []
     for address in addresses:
         codes = s.load(i8x64, address, 2)
@@ -68,44 +73,18 @@ def _iq3_s(s: Emitter, addresses: Sequence[Value], x_values: Value) -> list[Valu
         dots = _four_positions(s, values, activations, of_codes)
         nibbles = s.lshr(s.splat(i32x16, s.load_scalar("i32", address, 106)), [4 * (lane // 2) for lane in range(16)])
         scaled = s.mul(dots, _odd(s, s.and_(nibbles, s.splat_constant(i32x16, 15))))
-        totals.append(s.add(s.low(scaled), s.high(scaled)))
+        totals.append(scaled)
     return totals
 
 
-_SUMS: Final[dict[str, Callable[[Emitter, Sequence[Value], Value], list[Value]]]] = {
+_SUMS: Final[dict[str, Callable[[Emitter, Sequence[Value], Value, Value], list[Value]]]] = {
     "IQ3_XXS": _iq3_xxs,
     "IQ3_S": _iq3_s,
+    **LEVEL_SUMS,
 }
 
 
 # ---- their parts
-def _by_position(s: Emitter, x_values: Value) -> list[Value]:
-    """For each position in a group of four: i8x64 of the activations there, group after group."""
-    quarters = []
-    for quarter in range(4):
-        values = s.load(i8x64, x_values, 64 * quarter)
-        ordered = s.lanes(values, [4 * group + position for position in range(4) for group in range(16)])
-        quarters.append(s.as_(i64x8, ordered))
-    found = []
-    for position in range(4):
-        mine = [2 * position, 2 * position + 1]
-        halves = [s.shuffle(a, b, [*mine, *(8 + lane for lane in mine)] * 2) for a, b in _pairs(quarters)]
-        found.append(s.as_(i8x64, s.shuffle(halves[0], halves[1], [0, 1, 2, 3, 8, 9, 10, 11])))
-    return found
-
-
-def _pairs(values: Sequence[Any]) -> list[tuple[Any, Any]]:
-    return list(zip(values[::2], values[1::2]))
-
-
-def _sign_bytes(s: Emitter, words: Value) -> Value:
-    """i8x64: from words (i32x16) with four fields of 7 bits each field with an eighth bit that makes the number of set
-    bits even."""
-    fields = s.shift_out(s.as_(i8x64, words), _FIELDS * 8)
-    even = [field | (field.bit_count() & 1) << 7 for field in range(128)]
-    return _of_two(s, s.constant(i8x64, even[:64]), fields, s.constant(i8x64, even[64:]))
-
-
 def _values(s: Emitter, name: str, codes: Value, half: int = 0) -> list[Value]:
     """For each position i8x64 of the values that 64 codes of 8 bits stand for, in one half of the type's table."""
     table, entries = _table_address(s, name), len(grid_words(name))
@@ -114,7 +93,7 @@ def _values(s: Emitter, name: str, codes: Value, half: int = 0) -> list[Value]:
     for position in range(4):
         first = entries * position + 256 * half
         low, low_2, high, high_2 = (s.load(i8x64, table, first + 64 * part) for part in range(4))
-        found.append(s.b.select(upper, _of_two(s, high, codes, high_2), _of_two(s, low, codes, low_2)))
+        found.append(s.b.select(upper, of_two(s, high, codes, high_2), of_two(s, low, codes, low_2)))
     return found
 
 
@@ -139,19 +118,12 @@ def _odd(s: Emitter, codes: Value) -> Value:
     return s.or_(s.shl(codes, 1), s.splat_constant(i32x16, 1))
 
 
-def _of_two(s: Emitter, low: Value, indices: Value, high: Value) -> Value:
-    """vpermi2b: bytes of two registers by the lower 7 bits of each index."""
-    return s.call("llvm.x86.avx512.vpermi2var.qi.512", i8x64.ir, [low, indices, high])
+def _sign_bytes(s: Emitter, words: Value) -> Value:
+    """i8x64: from words (i32x16) with four fields of 7 bits each field as `even_bytes` has it."""
+    return even_bytes(s, s.shift_out(s.as_(i8x64, words), _FIELDS * 8))
 
 
 def _table_address(s: Emitter, name: str) -> Value:
     """Address of the type's values, those of all codes at position 0 first."""
-    module, label = s.b.module, f"{name.lower()}_positions"
-    table = module.globals.get(label)
-    if table is None:
-        values = np.array(grid_words(name), "<u4").view(np.uint8).reshape(-1, 4).T.reshape(-1)
-        kind = ir.ArrayType(ir.IntType(8), len(values))
-        table = ir.GlobalVariable(module, kind, label)
-        table.linkage, table.global_constant, table.align = "internal", True, 64
-        table.initializer = ir.Constant(kind, bytearray(values.tobytes()))
-    return s.b.ptrtoint(table, ir.IntType(64))
+    values = np.array(grid_words(name), "<u4").view(np.uint8).reshape(-1, 4).T.reshape(-1)
+    return constant_table(s, f"{name.lower()}_positions", values.tobytes())

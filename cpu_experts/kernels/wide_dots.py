@@ -14,6 +14,7 @@ from llvmlite import ir
 
 from bloomery.cpu_experts.kernels.block_formats import IQ4_VALUES, IQ4_XS
 from bloomery.cpu_experts.kernels.block_parts import SPLIT_ORDER, half_floats
+from bloomery.cpu_experts.kernels.lane_sums import row_by_row, sums_of_both, sums_of_fours
 from bloomery.cpu_experts.kernels.wide_formats import Nibbles, WideBlocks
 from bloomery.cpu_experts.simd import Emitter, Value, f32x4, i8x16, i8x32, i8x64, i16x16, i16x32, i32x8, i32x16
 from bloomery.cpu_experts.vectors import ELEMENTS
@@ -42,15 +43,15 @@ def wide_dots(s: Emitter, kind: type[WideBlocks], addresses: Sequence[Value], x:
             else:
                 total = s.add_products_i16(s.ashr(total, kind.first_lifted), packed, scales)
         rows.append(total)
-    totals = _row_by_row(s, rows)
+    totals = row_by_row(s, rows)
     if facts.offset:
         lift = _by_sums(s, kind, blocks.scale_halves, x_sums)
         totals = s.sub(totals, s.shl(lift, facts.offset.bit_length() - 1))
     dx = s.splat(f32x4, s.load_scalar("f32", x_d))
     if facts.minimum_at is None:
-        isum = s.ashr(_sums_of_fours(s, totals), kind.scales_lifted)
+        isum = s.ashr(sums_of_fours(s, totals), kind.scales_lifted)
         return s.fma(s.fmul(blocks.floats[0], dx), s.to_float(f32x4, isum), acc)
-    isum, minima = _sums_of_both(s, totals, _by_sums(s, kind, blocks.minimum_halves, x_sums))
+    isum, minima = sums_of_both(s, totals, _by_sums(s, kind, blocks.minimum_halves, x_sums))
     d, dmin = blocks.floats
     acc = s.fma(s.fmul(d, dx), s.to_float(f32x4, isum), acc)
     return s.fma(s.fneg(s.fmul(dmin, dx)), s.to_float(f32x4, minima), acc)
@@ -104,7 +105,7 @@ def nibble_sums(s: Emitter, kind: Nibbles, addresses: Sequence[Value], x_values:
             values = s.or_(values, _fifth_bits(s, addresses, kind.fifth_at + 2 * half))
         activations = s.load(i8x16, x_values, 16 * half)
         dots = s.add_products_u8(dots, values, _join(s, [activations] * 4))
-    return _sums_of_fours(s, dots)
+    return sums_of_fours(s, dots)
 
 
 def _join(s: Emitter, parts: Sequence[Value]) -> Value:
@@ -120,32 +121,6 @@ def _fifth_bits(s: Emitter, addresses: Sequence[Value], at: int) -> Value:
         bits = wide if bits is None else s.b.or_(bits, wide)
     mask = s.b.bitcast(bits, _BIT_64)
     return s.b.select(mask, s.splat_constant(i8x64, 16), s.zero(i8x64))
-
-
-def _row_by_row(s: Emitter, rows: Sequence[Value]) -> Value:
-    """i32x16: in 16 bytes for each of four i32x16 four partial sums of its lanes."""
-    halves = []
-    for first, second in (rows[:2], rows[2:]):
-        low = s.shuffle(first, second, [*range(8), *range(16, 24)])
-        halves.append(s.add(low, s.shuffle(first, second, [*range(8, 16), *range(24, 32)])))
-    even = [lane for start in (0, 8, 16, 24) for lane in range(start, start + 4)]
-    low, high = halves
-    return s.add(s.shuffle(low, high, even), s.shuffle(low, high, [lane + 4 for lane in even]))
-
-
-def _sums_of_fours(s: Emitter, value: Value) -> Value:
-    """i32x4 of the sums of the four lanes in each 16 bytes of i32x16."""
-    for distance in (1, 2):
-        value = s.add(value, s.lanes(value, [lane ^ distance for lane in range(16)]))
-    return s.lanes(value, [0, 4, 8, 12])
-
-
-def _sums_of_both(s: Emitter, x: Value, y: Value) -> tuple[Value, Value]:
-    """`_sums_of_fours` of x and of y."""
-    even = [at for part in range(0, 16, 4) for at in (part, part + 2, part + 16, part + 18)]
-    both = s.add(s.shuffle(x, y, even), s.shuffle(x, y, [lane + 1 for lane in even]))
-    both = s.add(both, s.lanes(both, [lane ^ 1 for lane in range(16)]))
-    return s.lanes(both, [0, 4, 8, 12]), s.lanes(both, [2, 6, 10, 14])
 
 
 def _by_sums(s: Emitter, kind: type[WideBlocks], halves: Sequence[Value], x_sums: Value) -> Value:

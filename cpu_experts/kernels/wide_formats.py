@@ -113,29 +113,6 @@ class WideBlocks:
         lanes = [4 * part + word for part in range(4) for word in words]
         return self.s.lanes(self.s.as_(i32x16, value), lanes)
 
-    def bits(self, value: Value, low: tuple[int, int], high: tuple[int, int], width: int) -> Value:
-        """In each byte: `width` bits from bit low[0] moved to bit low[1], zeros elsewhere; high in the upper 32 bytes.
-
-        One instruction with GFNI (a product with a matrix of bits), else a shift and a mask."""
-        masks = [((1 << width) - 1) << to for _, to in (low, high)]
-        kept = self.s.constant(i8x64, [masks[0]] * 32 + [masks[1]] * 32)
-        if low[0] == low[1] and high[0] == high[1]:
-            return self.s.and_(value, kept)
-        if host_features().get("gfni", False):
-            matrix = [_bit_matrix(*low, width)] * 4 + [_bit_matrix(*high, width)] * 4
-            table = self.s.as_(i8x64, self.s.constant(i64x8, matrix))
-            zero = i8x64.ir.element(0)
-            return self.s.call("llvm.x86.vgf2p8affineqb.512", i8x64.ir, [value, table, zero])
-        s = self.s
-        down = [max(0, start - to) for start, to in (low, high)]
-        up = [max(0, to - start) for start, to in (low, high)]
-        words = s.as_(i64x8, value)
-        if any(down):
-            words = s.lshr(words, [down[0]] * 4 + [down[1]] * 4)
-        if any(up):
-            words = s.shl(words, [up[0]] * 4 + [up[1]] * 4)
-        return s.and_(s.as_(i8x64, words), kept)
-
     def halves(self, value: Value, signed: bool = False) -> list[Value]:
         """i16x32 of the first eight bytes (i8x64) of each 16, and of the last; `signed` ones 256 times too great."""
         s = self.s
@@ -158,6 +135,29 @@ class WideBlocks:
 def beside_packed(places: Sequence[int]) -> list[int]:
     """For the 32 lanes of packed sums the place out of eight, four of the first group and four of the second."""
     return [places[4 * (lane // 4 % 2) + lane // 8] for lane in range(32)]
+
+
+def moved_bits(s: Emitter, value: Value, low: tuple[int, int], high: tuple[int, int], width: int) -> Value:
+    """In each byte: `width` bits from bit low[0] moved to bit low[1], zeros elsewhere; high in the upper 32 bytes.
+
+    One instruction with GFNI (a product with a matrix of bits), else a shift and a mask."""
+    masks = [((1 << width) - 1) << to for _, to in (low, high)]
+    kept = s.constant(i8x64, [masks[0]] * 32 + [masks[1]] * 32)
+    if low[0] == low[1] and high[0] == high[1]:
+        return s.and_(value, kept)
+    if host_features().get("gfni", False):
+        matrix = [_bit_matrix(*low, width)] * 4 + [_bit_matrix(*high, width)] * 4
+        table = s.as_(i8x64, s.constant(i64x8, matrix))
+        zero = i8x64.ir.element(0)
+        return s.call("llvm.x86.vgf2p8affineqb.512", i8x64.ir, [value, table, zero])
+    down = [max(0, start - to) for start, to in (low, high)]
+    up = [max(0, to - start) for start, to in (low, high)]
+    words = s.as_(i64x8, value)
+    if any(down):
+        words = s.lshr(words, [down[0]] * 4 + [down[1]] * 4)
+    if any(up):
+        words = s.shl(words, [up[0]] * 4 + [up[1]] * 4)
+    return s.and_(s.as_(i8x64, words), kept)
 
 
 def _bit_matrix(start: int, to: int, width: int) -> int:
@@ -246,7 +246,9 @@ class Q3_K(TwoBits):
 
     def values(self, row: int, group: int) -> Value:
         to = 2 + 2 * (group % 2)
-        return self.s.or_(super().values(row, group), self.bits(self.twice(row, 0), (group, to), (4 + group, to), 1))
+        return self.s.or_(
+            super().values(row, group), moved_bits(self.s, self.twice(row, 0), (group, to), (4 + group, to), 1)
+        )
 
 
 class Q4_K(WideBlocks):
@@ -291,7 +293,7 @@ class Q4_K(WideBlocks):
     def values(self, row: int, group: int) -> Value:
         packed = self.s.load(i8x64, self.addresses[row], self.quants_at + 64 * (group // 2))
         place = (4 * (group % 2), 0)
-        return self.bits(packed, place, place, 4)
+        return moved_bits(self.s, packed, place, place, 4)
 
 
 class Q5_K(Q4_K):
@@ -300,7 +302,7 @@ class Q5_K(Q4_K):
 
     def values(self, row: int, group: int) -> Value:
         first, second = (start // 32 for start in self.runs(group))
-        high = self.bits(self.twice(row, 16), (first, 4), (second, 4), 1)
+        high = moved_bits(self.s, self.twice(row, 16), (first, 4), (second, 4), 1)
         return self.s.or_(super().values(row, group), high)
 
 
@@ -313,9 +315,9 @@ class Q6_K(WideBlocks):
 
     def values(self, row: int, group: int) -> Value:
         half, pair = divmod(group, 2)
-        low = self.bits(self.s.load(i8x64, self.addresses[row], 64 * half), (4 * pair, 0), (4 * pair, 0), 4)
+        low = moved_bits(self.s, self.s.load(i8x64, self.addresses[row], 64 * half), (4 * pair, 0), (4 * pair, 0), 4)
         high = self.twice(row, 128 + 32 * half)
-        return self.s.or_(low, self.bits(high, (4 * pair, 4), (4 * pair + 2, 4), 2))
+        return self.s.or_(low, moved_bits(self.s, high, (4 * pair, 4), (4 * pair + 2, 4), 2))
 
 
 class WideGrid(WideBlocks):
