@@ -3,6 +3,8 @@ in the least welcome order. A block is what it is with all experts on the card, 
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -11,14 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from deepseek_data import tiny4
 from oracle_data import host_band, quantised_file
 from pool_kit import left_behind, worker_environment
 from running import evaluate, joined, rows_of
-from test_hand_off import program_of, tiers_of
+from test_hand_off import tiers_of
 
+from bloomery.runtime.architectures import build_program
 from bloomery.runtime.card_pool import CardPool
 from bloomery.runtime.divergence import divergence
-from bloomery.runtime.errors import StepAborted
+from bloomery.runtime.errors import StepAborted, WorkerLost
+from bloomery.runtime.model_file import ModelFile
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "qwen3moe-Q4_K_M"
@@ -34,11 +39,11 @@ def find_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def pool_of(name: str, share: float, **options: Any) -> Iterator[CardPool]:
-    program = program_of(name)
+    path = tiny4() if name == "deepseek4" else quantised_file(name)
+    program = build_program(ModelFile.open(path))
     sizes = {"context": 96, "slots": 2, "prompt_block": BLOCK, "cache_type": "f16", "processes": 2, "stream_rows": 33}
     tiers = tiers_of(program, share) if share < 1 else None
-    path = str(quantised_file(name))
-    pool = CardPool.start(path, program, tiers=tiers, workload="emulated_driver:load", **{**sizes, **options})
+    pool = CardPool.start(str(path), program, tiers=tiers, workload="emulated_driver:load", **{**sizes, **options})
     try:
         yield pool
     finally:
@@ -54,8 +59,9 @@ def two_blocks(pool: CardPool) -> Any:
 
 
 WAYS = {  # model: (share of the experts on the card, whether pages cannot be locked, whose work is done first)
-    NAME: ((0.0, "", "copies"), (0.3, "", "launches"), (0.3, "refuse", "copies")),
+    NAME: ((0.0, "", "copies"), (0.3, "", "launches")),
     "deepseek2-v3-Q3_K_M": ((0.3, "", "copies"), (0.0, "refuse", "launches")),
+    "deepseek4": ((0.3, "", "copies"),),
 }
 
 
@@ -104,3 +110,21 @@ def test_an_abort_ends_a_block_between_layers() -> None:
                 pool.step(rows_of(TOKENS[:BLOCK], slot=1))
             print(time.monotonic() - begun)
         assert (pool.step(rows_of(TOKENS[:BLOCK], slot=1)).logits == wanted).all()
+
+
+def test_a_death_ends_a_block() -> None:
+    """Of a worker that has no part in it, and of the card's: the step ends, the next ones run, a survivor's slots are
+    kept."""
+    with pool_of(NAME, 0.3) as pool:
+        wanted = pool.step(rows_of(TOKENS[:BLOCK])).logits.copy()
+        for rank in (0, -1):
+            victim = pool.statistics()["pids"][rank]
+            begun = time.monotonic()
+            threading.Timer(0.3, os.kill, (victim, signal.SIGKILL)).start()
+            with pytest.raises(WorkerLost, match=rf"\(pid {victim}\) was killed by SIGKILL"):
+                while True:
+                    pool.step(rows_of(TOKENS[:BLOCK], slot=1))
+            pool.recover()
+            assert time.monotonic() - begun < 30
+            assert pool.continuable(0) == (range(97) if rank == 0 else range(1))
+        assert (pool.step(rows_of(TOKENS[:BLOCK])).logits == wanted).all()
