@@ -26,6 +26,7 @@ from bloomery.cpu_experts.kernels.block_formats import SMALL_BLOCKS, SUPER_BLOCK
 from bloomery.cpu_experts.kernels.block_parts import BlockFormat, SuperBlock, block_scales, half_floats
 from bloomery.cpu_experts.kernels.layouts import PANEL_VECTORS
 from bloomery.cpu_experts.kernels.position_dots import position_dots, with_positions
+from bloomery.cpu_experts.kernels.quad_dots import QUAD, quad_dots
 from bloomery.cpu_experts.kernels.wide_dots import nibble_sums, table_dots, wide_dots
 from bloomery.cpu_experts.kernels.wide_formats import NIBBLE_BLOCKS, WIDE_BLOCKS
 from bloomery.cpu_experts.simd import Emitter, Value, emits, f32x4, i8x32, i8x64, i16x16, i32x4, i32x8
@@ -33,11 +34,11 @@ from bloomery.cpu_experts.simd import Emitter, Value, emits, f32x4, i8x32, i8x64
 _INT = types.int64
 
 
-def prefetch(s: Emitter, kind: type[BlockFormat], addresses: Sequence[Value]) -> None:
-    """Fetches a block of each of four rows that come later, where the CPU does not see four streams by itself."""
+def prefetch(s: Emitter, nbytes: int, addresses: Sequence[Value]) -> None:
+    """Fetches so many bytes of each of four rows that come later, where the CPU does not see four streams by itself."""
     if prefetch_distance():
         for address in addresses:
-            for line in range(0, max(kind.nbytes, 64), 64):
+            for line in range(0, max(nbytes, 64), 64):
                 s.prefetch(address, line)
 
 
@@ -147,7 +148,7 @@ def block_step(name: str) -> Any:
     @emits(f32x4, *[_INT] * 11, f32x4)
     def step(s: Emitter, *operands: Value) -> Value:
         addresses, later, (xq, xd, xs, acc) = operands[:4], operands[4:8], operands[8:]
-        prefetch(s, (SUPER_BLOCKS | SMALL_BLOCKS)[name], later)
+        prefetch(s, (SUPER_BLOCKS | SMALL_BLOCKS)[name].nbytes, later)
         if with_positions(name):
             return position_dots(s, name, addresses, (xq, xd, xs), acc)
         if name in WIDE_BLOCKS and _vnni():
@@ -159,5 +160,16 @@ def block_step(name: str) -> Any:
             d, dmin = _floats(s, kind, addresses)
             return _super_dots(s, kind, [kind(s, address) for address in addresses], d, dmin, (xq, xd, xs), acc)
         return _small_dots(s, name, addresses, (xq, xd, xs), acc)
+
+    return step
+
+
+def quad_step(name: str) -> Any:
+    """The same for QUAD blocks of a type that `with_quads`."""
+
+    @emits(f32x4, *[_INT] * 11, f32x4)
+    def step(s: Emitter, *operands: Value) -> Value:
+        prefetch(s, QUAD * SMALL_BLOCKS[name].nbytes, operands[4:8])
+        return quad_dots(s, name, operands[:4], operands[8:11], operands[11])
 
     return step

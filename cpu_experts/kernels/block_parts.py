@@ -117,12 +117,18 @@ def block_scales(s: Emitter, kind: type[BlockFormat], addresses: Sequence[Value]
         return half_floats(s, addresses, kind.d_at)
     word = vector("i32", len(addresses))
     exponents = [s.b.zext(s.load_scalar("i8", address, kind.d_at), word.ir.element) for address in addresses]
-    e = s.gather_lanes(word, exponents)
+    return powers_of_two(s, s.gather_lanes(word, exponents))
+
+
+def powers_of_two(s: Emitter, e: Value) -> Value:
+    """f32 of 2^(e - 128) for words e from 0 to 255."""
+    lanes = e.type.count
+    word = vector("i32", lanes)
     one = s.splat_constant(word, 1)
     tiny = s.b.shl(s.splat_constant(word, 0x00200000), e)  # 2^-128 and 2^-127 have no exponent of their own
     normal = s.shl(s.sub(e, one), 23)
     is_tiny = s.b.icmp_unsigned("<=", e, one)
-    return s.as_(vector("f32", len(addresses)), s.b.select(is_tiny, tiny, normal))
+    return s.as_(vector("f32", lanes), s.b.select(is_tiny, tiny, normal))
 
 
 def half_floats(s: Emitter, addresses: Sequence[Value], at: int) -> Value:

@@ -30,7 +30,17 @@ def sums_of_fours(s: Emitter, value: Value) -> Value:
 
 def sums_of_both(s: Emitter, x: Value, y: Value) -> tuple[Value, Value]:
     """`sums_of_fours` of x and of y."""
-    even = [at for part in range(0, 16, 4) for at in (part, part + 2, part + 16, part + 18)]
-    both = s.add(s.shuffle(x, y, even), s.shuffle(x, y, [lane + 1 for lane in even]))
+    both = _pairs(s, x, y)
     both = s.add(both, s.lanes(both, [lane ^ 1 for lane in range(16)]))
     return s.lanes(both, [0, 4, 8, 12]), s.lanes(both, [2, 6, 10, 14])
+
+
+def sums_by_block(s: Emitter, rows: Sequence[Value]) -> Value:
+    """i32x16: in each 16 bytes the sums of the four lanes that four i32x16 have there, one after the other."""
+    return _pairs(s, _pairs(s, rows[0], rows[1]), _pairs(s, rows[2], rows[3]))
+
+
+def _pairs(s: Emitter, x: Value, y: Value) -> Value:
+    """In each 16 bytes two sums of neighbours of x, then two of y."""
+    even = [at for part in range(0, 16, 4) for at in (part, part + 2, part + 16, part + 18)]
+    return s.add(s.shuffle(x, y, even), s.shuffle(x, y, [lane + 1 for lane in even]))

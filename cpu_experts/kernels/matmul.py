@@ -17,7 +17,7 @@ from typing import Any, Final
 from numba import types
 
 from bloomery.cpu_experts.isa import AMX, at_least, prefetch_distance
-from bloomery.cpu_experts.kernels.block_dots import aligned_frame, block_step
+from bloomery.cpu_experts.kernels.block_dots import aligned_frame, block_step, quad_step
 from bloomery.cpu_experts.kernels.block_formats import SMALL_BLOCKS, SUPER_BLOCKS
 from bloomery.cpu_experts.kernels.elementwise import add_run
 from bloomery.cpu_experts.kernels.float_dots import (
@@ -30,6 +30,7 @@ from bloomery.cpu_experts.kernels.float_dots import (
 )
 from bloomery.cpu_experts.kernels.layouts import PLANE_BYTES
 from bloomery.cpu_experts.kernels.panel_dots import panel_product, panel_shape, unpack_panel
+from bloomery.cpu_experts.kernels.quad_dots import QUAD, with_quads
 from bloomery.cpu_experts.kernels.tile_matmul import TILES_FROM, multiply_tiles
 from bloomery.cpu_experts.kernels.work import share_end, share_start
 from bloomery.cpu_experts.simd import (
@@ -134,14 +135,61 @@ def quantised_multiply(name: str) -> Callable[..., None]:
     return multiply_
 
 
+def _row_dots(name: str) -> Callable[..., Any]:
+    """Numba function: f32x4 of four rows of weights and one of activations, while rows that come later are fetched."""
+    step = block_step(name)
+    nbytes = (SUPER_BLOCKS | SMALL_BLOCKS)[name].nbytes
+    x_bytes, d_bytes, sums_bytes = activation_blocks(name)
+
+    @inlined
+    def from_block(
+        w0: int, w1: int, w2: int, w3: int, p0: int, p1: int, p2: int, p3: int, row: int, d_plane: int, sums_plane: int,
+        first: int, blocks: int, total: Any,
+    ) -> Any:  # fmt: skip
+        for block in range(first, blocks):
+            at = block * nbytes
+            total = step(
+                w0 + at, w1 + at, w2 + at, w3 + at, p0 + at, p1 + at, p2 + at, p3 + at, row + block * x_bytes,
+                row + d_plane + block * d_bytes, row + sums_plane + block * sums_bytes, total,
+            )  # fmt: skip
+        return total
+
+    if with_quads(name):
+        four = quad_step(name)
+
+        @inlined
+        def dots(
+            w0: int, w1: int, w2: int, w3: int, p0: int, p1: int, p2: int, p3: int, row: int, d_plane: int,
+            sums_plane: int, blocks: int,
+        ) -> Any:  # fmt: skip
+            total, whole = _zeros(), blocks - blocks % QUAD
+            for block in range(0, whole, QUAD):
+                at = block * nbytes
+                total = four(
+                    w0 + at, w1 + at, w2 + at, w3 + at, p0 + at, p1 + at, p2 + at, p3 + at, row + block * x_bytes,
+                    row + d_plane + block * d_bytes, row + sums_plane + block * sums_bytes, total,
+                )  # fmt: skip
+            return from_block(w0, w1, w2, w3, p0, p1, p2, p3, row, d_plane, sums_plane, whole, blocks, total)
+
+    else:
+
+        @inlined
+        def dots(
+            w0: int, w1: int, w2: int, w3: int, p0: int, p1: int, p2: int, p3: int, row: int, d_plane: int,
+            sums_plane: int, blocks: int,
+        ) -> Any:  # fmt: skip
+            return from_block(w0, w1, w2, w3, p0, p1, p2, p3, row, d_plane, sums_plane, 0, blocks, _zeros())
+
+    dots_: Callable[..., Any] = dots
+    return dots_
+
+
 @functools.cache
 def _multiply_blocks(name: str) -> Callable[..., None]:
     """One row of activations: blocks are decoded in registers, four weight rows far apart at a time, two of each of two
     runs of rows. Of `following`, where the first run of the next call starts, and of `then`, where the second does, the
     beginnings are fetched at the end, since an expert's rows are few; 0: of nothing."""
-    step, distance = block_step(name), prefetch_distance()
-    nbytes = (SUPER_BLOCKS | SMALL_BLOCKS)[name].nbytes
-    x_bytes, d_bytes, sums_bytes = activation_blocks(name)
+    dots, distance = _row_dots(name), prefetch_distance()
 
     @compiled
     def multiply(
@@ -164,13 +212,7 @@ def _multiply_blocks(name: str) -> Callable[..., None]:
                 ahead = following - run + (later - half) * row_bytes
                 further = then - other + (later - half) * row_bytes
             p0, p1, p2, p3 = w0 + ahead, w1 + ahead, w2 + further, w3 + further
-            total = _zeros()
-            for block in range(blocks):
-                at = block * nbytes
-                total = step(
-                    w0 + at, w1 + at, w2 + at, w3 + at, p0 + at, p1 + at, p2 + at, p3 + at, row + block * x_bytes,
-                    row + d_plane + block * d_bytes, row + sums_plane + block * sums_bytes, total,
-                )  # fmt: skip
+            total = dots(w0, w1, w2, w3, p0, p1, p2, p3, row, d_plane, sums_plane, blocks)
             _scatter(total, out + 4 * r0, out + 4 * r1, other_out + 4 * r2, other_out + 4 * r3)
 
     multiply_: Callable[..., None] = multiply

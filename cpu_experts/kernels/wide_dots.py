@@ -64,7 +64,7 @@ def table_dots(s: Emitter, addresses: Sequence[Value], x: Sequence[Value], acc: 
     x_values, x_d, x_sums = x
     sums = s.load(i16x16, x_sums)
     parts = [[s.load(i8x16, x_values, 32 * group + 16 * half) for group in range(8)] for half in range(2)]
-    activations = [[_join(s, part[4 * quad : 4 * quad + 4]) for quad in range(2)] for part in parts]
+    activations = [[joined(s, part[4 * quad : 4 * quad + 4]) for quad in range(2)] for part in parts]
     table = s.constant(i8x64, [value + 128 for value in IQ4_VALUES] * 4)
     fifteen = s.splat_constant(i8x64, 15)
     totals = []
@@ -93,7 +93,16 @@ def nibble_sums(s: Emitter, kind: Nibbles, addresses: Sequence[Value], x_values:
 
     The 16 packed bytes of each row lie in 16 bytes of one register: lower nibbles meet the first 16 activations, upper
     ones the last 16."""
-    packed = _join(s, [s.load(i8x16, address, kind.quants_at) for address in addresses])
+    packed = joined(s, [s.load(i8x16, address, kind.quants_at) for address in addresses])
+    halves = [joined(s, [s.load(i8x16, x_values, 16 * half)] * 4) for half in range(2)]
+    return sums_of_fours(s, nibble_dots(s, kind, packed, addresses, halves))
+
+
+def nibble_dots(
+    s: Emitter, kind: Nibbles, packed: Value, addresses: Sequence[Value], activations: Sequence[Value]
+) -> Value:
+    """i32x16: of four blocks of 32 the integer sums, four lanes each. `packed`: their 16 bytes of nibbles side by side;
+    `activations`: what lower nibbles meet, and upper ones."""
     fifteen = s.splat_constant(i8x64, 15)
     upper = s.as_(i8x64, s.lshr(s.as_(i16x32, packed), 4))
     dots = s.zero(i32x16)
@@ -103,12 +112,12 @@ def nibble_sums(s: Emitter, kind: Nibbles, addresses: Sequence[Value], x_values:
             values = s.table(s.constant(i8x64, [value + 128 & 255 for value in kind.table] * 4), values)
         if kind.fifth_at is not None:
             values = s.or_(values, _fifth_bits(s, addresses, kind.fifth_at + 2 * half))
-        activations = s.load(i8x16, x_values, 16 * half)
-        dots = s.add_products_u8(dots, values, _join(s, [activations] * 4))
-    return sums_of_fours(s, dots)
+        dots = s.add_products_u8(dots, values, activations[half])
+    return dots
 
 
-def _join(s: Emitter, parts: Sequence[Value]) -> Value:
+def joined(s: Emitter, parts: Sequence[Value]) -> Value:
+    """Four parts of 16 bytes as one of 64."""
     return s.concat(s.concat(parts[0], parts[1]), s.concat(parts[2], parts[3]))
 
 
