@@ -37,8 +37,10 @@ from bloomery.gpu_worker.step_ahead import ahead_launches
 from bloomery.runtime.arena import LEAST_SPARE
 from bloomery.runtime.errors import StepAborted, WorkerLost
 from bloomery.runtime.executor import MOST_AHEAD, StateSnapshot, StepResult, StepRows, check_rows
+from bloomery.runtime.expert_tiers import ExpertTiers
 from bloomery.runtime.program import Program, View
 from bloomery.runtime.slot_states import SlotStates
+from bloomery.runtime.split_program import without_hand_offs
 from bloomery.runtime.step_parts import step_parts
 
 LOGITS_BYTES: Final = 64 << 20
@@ -140,11 +142,12 @@ class CardExecutor:
         if self._host:
             self.memory.meet_host(partial(self._host.addresses, self._on_card))
             if blocks:
-                self._experts = ExpertStream(self.card, program, self.memory, self._host.tiers)
+                there = self._host.there or ((0, ExpertTiers.everything(program)),)
+                self._experts = ExpertStream(self.card, program, self.memory, self._host.tiers, there)
         self._feed = EngramFeed(program, self._max_rows, self._pinned) if program.engram else None
-        self._block_context = self._experts.context if self._experts else self.memory
         rows = self._max_rows if blocks else 0
-        launches = lower_all(program, self.memory, rows, self._max_out_rows, self._block_context)
+        of_blocks = self._experts.kind(rows).context if self._experts else self.memory
+        launches = lower_all(program, self.memory, rows, self._max_out_rows, of_blocks)
         self.memory.settle()
         self._kernels = Kernels(self.card)
         names = {launch.kernel for launch in launches}
@@ -353,7 +356,7 @@ class CardExecutor:
             for table, brought in self._feed.rows.items() if self._feed else ():
                 cuda.memcpy_htod_async(self.memory.brought(table), brought[part], stream)
             if block:
-                self._launch_block(self._block(last - first, len(wanted)))
+                self._launch_block(last - first, len(wanted))
             else:
                 self._launch(self._prepare(last - first, len(wanted)))
             if len(wanted):
@@ -374,9 +377,11 @@ class CardExecutor:
 
     def _block(self, rows: int, out_rows: int) -> list[Launch]:
         """What a prompt block of so many rows launches."""
-        launches = self._blocks.pop((rows, out_rows), None) or lower_prompt(
-            self.program, self._block_context, rows, out_rows
-        )
+        launches = self._blocks.pop((rows, out_rows), None)
+        if launches is None:
+            kind = self._experts.kind(rows) if self._experts else None
+            program = self.program if kind and not kind.alone else without_hand_offs(self.program)
+            launches = lower_prompt(program, kind.context if kind else self.memory, rows, out_rows)
         self._blocks[rows, out_rows] = launches
         while len(self._blocks) > _BLOCKS_KEPT:
             del self._blocks[next(iter(self._blocks))]
@@ -423,16 +428,18 @@ class CardExecutor:
                 self._launch_eagerly(prepared.launches, wait=False)
             prepared.graph = graph
 
-    def _launch_block(self, launches: list[Launch]) -> None:
+    def _launch_block(self, rows: int, out_rows: int) -> None:
         """A prompt block. Where experts come from the host their layers are boundaries at which a step can end."""
+        launches = self._block(rows, out_rows)
         if self._experts is None:
             self._launch_eagerly(launches, wait=self._sync)
             return
+        kind = self._experts.kind(rows)
         parts = [(label, list(part)) for label, part in groupby(launches, lambda launch: launch.label)]
-        brought = [label for label, _ in parts if label in self._experts.layers]
-        self._experts.begin(brought)
+        brought = [label for label, _ in parts if label in kind.ways]
+        self._experts.begin(kind, brought)
         for label, part in parts:
-            if label not in self._experts.layers:
+            if label not in kind.ways:
                 self._launch_eagerly(part, wait=self._sync)
                 continue
             number = brought.index(label)

@@ -37,8 +37,11 @@ class _Way:
 class StagedContext:
     """The card's memory as blocks see it: layers with experts on the host lie in their staging area, whole."""
 
-    def __init__(self, memory: CardMemory, layers: Sequence[StagedLayer], areas: Sequence[int]) -> None:
-        self._memory = memory
+    def __init__(
+        self, memory: CardMemory, layers: Sequence[StagedLayer], areas: Sequence[int], there: ExpertTiers
+    ) -> None:
+        """`there` says which experts stand on the card during a block; the others are handed over."""
+        self._memory, self._there = memory, there
         self._places = {name: areas[layer.area] + at for layer in layers for name, at in layer.places.items()}
         self._gates = {layer.op.gate for layer in layers}
 
@@ -52,8 +55,21 @@ class StagedContext:
     def slot_map(self, name: str) -> int:
         if name not in self._gates:
             return self._memory.slot_map(name)
-        experts = self._memory.weight(name)[1].shape[2]
-        return self._memory.constant(f"places of {experts} staged experts", np.arange(experts, dtype=np.int32))
+        experts, ids = self._memory.weight(name)[1].shape[2], list(self._there.on_card[name])
+        places = np.full(experts, -1, np.int32)
+        places[ids] = ids
+        return self._memory.constant(f"places {places.tobytes().hex()}", places)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How blocks of at least `rows` rows are computed: where their weights are, and the layers that are brought by the
+    names of their ops. `alone`: nothing is handed over."""
+
+    rows: int
+    context: CardContext
+    ways: Mapping[str, _Way]
+    alone: bool
 
 
 class ExpertStream:
@@ -61,15 +77,28 @@ class ExpertStream:
     and `after` its launches, and `end`. `nbytes` and `ns` add up what blocks brought, and how long that took from the
     first copy to the last. The way for the weights is found by `connect`, once the rest of the card is ready."""
 
-    def __init__(self, card: Card, program: Program, memory: CardMemory, tiers: ExpertTiers) -> None:
-        """PlanError naming the staging areas if they do not fit the card's memory."""
+    def __init__(
+        self,
+        card: Card,
+        program: Program,
+        memory: CardMemory,
+        tiers: ExpertTiers,
+        there: Sequence[tuple[int, ExpertTiers]],
+    ) -> None:
+        """`there`: from how many rows on which experts stand on the card during a block, ascending. PlanError naming
+        the staging areas if they do not fit the card's memory."""
         self._card = card
         layers = staged_layers(program, tiers.host_layers)
         areas = [memory.reserve(f"expert staging {number}", area_bytes(layers)) for number in range(AREAS)]
-        self.context: CardContext = StagedContext(memory, layers, areas)
-        self._ways: dict[str, _Way] = {
-            layer.op.name: _way(program, memory, tiers, layer, areas[layer.area]) for layer in layers
-        }
+        self._kinds = [
+            Kind(
+                rows,
+                StagedContext(memory, layers, areas, some),
+                {layer.op.name: _way(memory, tiers, some, layer, areas[layer.area]) for layer in layers},
+                not some.host_layers,
+            )
+            for rows, some in there
+        ]
         cuda = card.cuda
         self._stream = cuda.Stream()
         self._copied, self._used = (
@@ -84,13 +113,12 @@ class ExpertStream:
 
     def connect(self, progress: Any) -> None:
         """Finds the way for the weights."""
-        copies = [copy for way in self._ways.values() for copy in way.copies]
+        copies = [copy for kind in self._kinds for way in kind.ways.values() for copy in way.copies]
         self._source = expert_source(self._card, copies, progress)
 
-    @property
-    def layers(self) -> Mapping[str, _Way]:
-        """By the name of their ops."""
-        return self._ways
+    def kind(self, rows: int) -> Kind:
+        """That of a block of so many rows."""
+        return next(kind for kind in reversed(self._kinds) if kind.rows <= rows or kind is self._kinds[0])
 
     @property
     def source(self) -> str:
@@ -98,10 +126,10 @@ class ExpertStream:
         assert self._source is not None
         return self._source.what
 
-    def begin(self, names: Sequence[str]) -> None:
+    def begin(self, kind: Kind, names: Sequence[str]) -> None:
         """The next block runs the ops of these names, in this order. The first layer's copies start."""
         assert self._source is not None
-        self._order, self._issued = [self._ways[name] for name in names], 0
+        self._order, self._issued = [kind.ways[name] for name in names], 0
         self._source.begin([way.copies for way in self._order])
         self._begun.record(self._stream)
         self._issue_to(AREAS if self._source.ahead else 1)
@@ -176,14 +204,15 @@ class ExpertStream:
         del self._copied, self._used, self._begun, self._ended, self._stream
 
 
-def _way(program: Program, memory: CardMemory, tiers: ExpertTiers, layer: StagedLayer, area: int) -> _Way:
+def _way(memory: CardMemory, tiers: ExpertTiers, there: ExpertTiers, layer: StagedLayer, area: int) -> _Way:
     ids = tiers.on_card[layer.op.gate]
+    brought = sorted(set(there.on_card[layer.op.gate]) - set(ids))
     copies, moves = [], []
     for name, place in layer.places.items():
         address, tensor = memory.weight(name)
         experts = tensor.shape[2]
         each, to = tensor.nbytes // experts, area + place
-        for first, last in _runs(sorted(set(range(experts)) - set(ids))):
+        for first, last in _runs(brought):
             copies.append(HostCopy(to + first * each, tensor.data[first * each : last * each]))
         for first, last in _runs(ids):
             moves.append((to + first * each, address + ids.index(first) * each, (last - first) * each))

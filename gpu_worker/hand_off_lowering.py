@@ -26,7 +26,8 @@ _THREADS: Final = 512
 class HostSide:
     """The host's part in a card's steps: where experts lie, the arena that both sides see, and how long the card waits
     for one of `ranks` workers. `first` is the number of the program's first hand-off. `timed`: kernels note times.
-    Blocks of at least `stream_rows` rows are computed without the host, and the experts come to the card (0: none)."""
+    To blocks of at least `stream_rows` rows the experts come (0: there are none); `there` says from how many rows on
+    which ones stand on the card meanwhile, ascending (none: all)."""
 
     tiers: ExpertTiers
     arena: Arena
@@ -35,6 +36,7 @@ class HostSide:
     first: int
     timed: bool = False
     stream_rows: int = 0
+    there: tuple[tuple[int, ExpertTiers], ...] = ()
 
     def addresses(self, on_card: Callable[[int], int], state: int) -> HandOffAddresses:
         """`on_card` gives the card's address for one of this process; `state` is two words of the card's memory."""

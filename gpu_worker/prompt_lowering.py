@@ -58,11 +58,11 @@ class _Rows:
 
 
 def lower_prompt(program: Program, context: CardContext, rows: int, out_rows: int) -> list[Launch]:
-    """The launches of a block of so many rows of one slot, which hands nothing over: where experts lie on the host
-    `context` says where they are brought to. Raises PlanError where there is no kernel."""
+    """The launches of a block of so many rows of one slot, where experts lie on the host `context` says where they
+    are brought to. Raises PlanError where there is no kernel."""
     assert rows > 0 and 0 <= out_rows <= rows
     check_types(program)
-    return _PromptLowering(without_hand_offs(program), context, rows, out_rows).launches()
+    return _PromptLowering(program, context, rows, out_rows).launches()
 
 
 def lower_all(
@@ -73,7 +73,7 @@ def lower_all(
     launches = lower(program, context, MAX_ROWS, MAX_ROWS) + ahead_launches(program, context, 1)
     if block_rows:
         for wanted in (block_out_rows, 1):
-            launches += lower_prompt(program, blocks or context, block_rows, wanted)
+            launches += lower_prompt(without_hand_offs(program), blocks or context, block_rows, wanted)
     return launches
 
 

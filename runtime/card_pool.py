@@ -88,12 +88,15 @@ class CardPool:
         labels: list[str],
         limits: tuple[int, int],
         stream_rows: int = 0,
+        alone_rows: int = 0,
     ) -> None:
-        """`labels` are those of the CPU-expert workers' stages, `limits` the greatest R and O of a step."""
+        """`labels` are those of the CPU-expert workers' stages, `limits` the greatest R and O of a step. Blocks have at
+        least `stream_rows` rows; from `alone_rows` on the hosts have no part in them."""
         self._group, self._arena, self._program, self._lowered = group, arena, program, lowered
         self._shape = shape = arena.layout.shape
         self._max_rows, self._max_out_rows = limits
-        self.stream_rows = stream_rows
+        self.stream_rows, self._alone_rows = stream_rows, alone_rows
+        self._group_rows = min(shape.max_rows, CARD_ROWS) if shape.processes else shape.max_rows
         self._least_block = stream_rows or self._max_rows + 1
         self._card = shape.processes
         store = CardRows(group, self._card, program, shape.cache_type)
@@ -105,7 +108,7 @@ class CardPool:
         if view is not None:
             shared.append(arena.buffer(view.buffer)[:, view.start : view.end])
         self._shared = shared
-        whole = shape.handed_rows >= self._max_rows
+        whole = self._group_rows >= self._max_rows
         self._results = shared if whole else [np.empty((self._max_out_rows, *a.shape[1:]), a.dtype) for a in shared]
         self._stepping = self._aborted = False
         self._facts: dict[str, Any] = {}
@@ -128,6 +131,7 @@ class CardPool:
         tiers: ExpertTiers | None = None,
         processes: int = 1,
         stream_rows: int = 0,
+        stream_tiers: tuple[tuple[int, str], ...] = (),
         time_legs: bool = False,
         progress: Progress = lambda stage, done, total: None,
         workload: str = CARD_WORKLOAD,
@@ -136,30 +140,34 @@ class CardPool:
         """Starts the workers and returns when they can run steps.
 
         `tiers` says which experts lie on the card (None: all); for the others there are so many CPU-expert
-        `processes`. Blocks of at least `stream_rows` rows of a prompt are computed by the card alone, to which these
-        experts come (0: none are). With `time_legs` both sides tell how long they take (`leg_times`).
-        `progress(stage, done, total)` is called with the stages "spawn", "compile", "load", "upload" (bytes), "card
-        kernels" and "lock" (bytes). `workload` and `host_workload` name what makes the card's executor and the hosts'
-        stages. Raises ModelFileError and PlanError as the workers found them (no PyCUDA, driver, compiler or card;
-        memory that does not suffice), PlanError if the arena does not fit, WorkerLost.
+        `processes`. To blocks of at least `stream_rows` rows of a prompt these experts come (0: there are no blocks),
+        but for those that `stream_tiers` leaves to the host in blocks of few rows (`CardStart`). With `time_legs` both
+        sides tell how long they take (`leg_times`). `progress(stage, done, total)` is called with the stages "spawn",
+        "compile", "load", "upload" (bytes), "card kernels" and "lock" (bytes). `workload` and `host_workload` name what
+        makes the card's executor and the hosts' stages. Raises ModelFileError and PlanError as the workers found them
+        (no PyCUDA, driver, compiler or card; memory that does not suffice), PlanError if the arena does not fit,
+        WorkerLost.
         """
         runtime_files.sweep()
         hand_offs = tiers.host_layers if tiers else ()
         max_rows = max(prompt_block, slots)
         max_out_rows = min(max_rows, max(slots, LOGITS_BYTES // (4 * program.vocabulary), 1))
         streams = 0 < stream_rows <= max_rows and bool(hand_offs)
-        handed, hosts = (min(max_rows, CARD_ROWS), processes) if hand_offs else (max_rows, 0)
-        rows = max_rows if streams else handed
+        group, hosts = (min(max_rows, CARD_ROWS), processes) if hand_offs else (max_rows, 0)
+        rows, stream_tiers = (max_rows, stream_tiers) if streams else (group, ())
+        assert not stream_tiers or not stream_tiers[-1][1], "long blocks are the card's alone"
+        alone_rows = next((least for least, there in stream_tiers if not there), 0)
+        handed = max(group, min(alone_rows - 1, max_rows)) if alone_rows else group
         shape = ArenaShape(context, slots, rows, min(rows, max_out_rows), hosts, cache_type, 1, handed)
         name = f"cards{next(_pool_numbers)}"
         starts = worker_starts(model_path, program, shape, time_legs, host_workload, hand_offs=hand_offs)
         text = tiers.text() if tiers else ""
         start = card_start(model_path, program, shape, workload, card, hand_offs, text, time_legs)
-        starts.append(replace(start, stream_rows=stream_rows if streams else 0))
-        group = WorkerGroup(name, starts, quiet_seconds())
+        starts.append(replace(start, stream_rows=stream_rows if streams else 0, stream_tiers=stream_tiers))
+        workers = WorkerGroup(name, starts, quiet_seconds())
         arena: Arena | None = None
         try:
-            hellos = group.hellos(range(shape.ranks), progress)
+            hellos = workers.hellos(range(shape.ranks), progress)
             lowered = lowered_of(hellos[0])
             labels = hellos[0]["labels"]
             arena = Arena.create(
@@ -167,11 +175,12 @@ class CardPool:
             )
             ready: dict[int, dict[str, Any]] = {}
             if hosts:
-                group.compile(range(hosts), hellos[0]["kernels"], progress)
-                ready = group.attach(range(hosts), arena, lowered, progress)
-            facts = group.attach([hosts], arena, lowered, progress)[hosts]["facts"]
+                workers.compile(range(hosts), hellos[0]["kernels"], progress)
+                ready = workers.attach(range(hosts), arena, lowered, progress)
+            facts = workers.attach([hosts], arena, lowered, progress)[hosts]["facts"]
             limits = (max_rows, max_out_rows)
-            pool = cls(group, arena, program, lowered, labels, limits, stream_rows if streams else 0)
+            blocks = (stream_rows, alone_rows) if streams else (0, 0)
+            pool = cls(workers, arena, program, lowered, labels, limits, *blocks)
             if facts.get("experts_from"):
                 log.info("blocks of a prompt get the experts on the host %s", facts["experts_from"])
             pool._facts = {**facts, "expert_share_on_card": tiers.share if tiers else 1.0}
@@ -179,7 +188,7 @@ class CardPool:
                 pool._legs = LegWords(arena.memory("leg_times"), hand_offs)
                 pool._tick_rate = ready[0]["tick_rate"] if hosts else 0.0
         except BaseException:
-            group.end(0.0)
+            workers.end(0.0)
             if arena is not None:
                 arena.unlink()
                 arena.close()
@@ -219,7 +228,8 @@ class CardPool:
         seconds, done = 0.0, 0
         try:
             check_rows(rows, self, self._program.vocabulary)
-            for part, alone in _parts(rows, self._shape.handed_rows, self._least_block):
+            for part, block in _parts(rows, self._group_rows, self._least_block):
+                alone = block and len(part.tokens) >= self._alone_rows
                 if self._aborted:
                     raise StepAborted(f"aborted before row {part.positions[0]}")
                 seconds += self._runner.step(part, partial(self._states.reach.begin, part), alone)
@@ -326,15 +336,15 @@ class CardPool:
 
 
 def _parts(rows: StepRows, group: int, least_block: int) -> Iterator[tuple[StepRows, bool]]:
-    """The step in parts, in order, and whether the card computes them alone; the wanted rows of each are counted from
+    """The step in parts, in order, and whether they are blocks; the wanted rows of each are counted from
     its own first."""
     if rows.ahead or len(rows.tokens) <= group:
         yield rows, False
         return
-    for first, last, alone in step_parts(rows.slots, rows.positions, group, least_block):
+    for first, last, block in step_parts(rows.slots, rows.positions, group, least_block):
         part = slice(first, last)
         wanted = rows.out_rows[(rows.out_rows >= first) & (rows.out_rows < last)] - np.int32(first)
-        yield StepRows(rows.tokens[part], rows.slots[part], rows.positions[part], wanted), alone
+        yield StepRows(rows.tokens[part], rows.slots[part], rows.positions[part], wanted), block
 
 
 def card_start(

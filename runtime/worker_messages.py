@@ -85,6 +85,8 @@ class WorkerStart:
     def from_json(cls, text: str) -> Self:
         fields = json.loads(text)
         lists = {name: tuple(fields[name]) for name in ("taps", "hand_offs", "weight_nodes", "weight_files")}
+        if "stream_tiers" in fields:
+            lists["stream_tiers"] = tuple((rows, text) for rows, text in fields["stream_tiers"])
         return cls(**{**fields, **lists, "shape": ArenaShape(**fields["shape"])})
 
     @property
@@ -115,11 +117,14 @@ class EngramStart(WorkerStart):
 @dataclass(frozen=True)
 class CardStart(WorkerStart):
     """Of the worker of card number `card`; its rank comes after those of the CPU-expert workers. `tiers` is the text of
-    the ExpertTiers; blocks of at least `stream_rows` rows are computed on the card alone (0: none)."""
+    the ExpertTiers. To blocks of at least `stream_rows` rows experts on the host come (0: there are none);
+    `stream_tiers` says from how many rows on which ones stand on the card then: (rows, text of ExpertTiers), ascending,
+    the last "", which is all of them; without any it is always all."""
 
     card: int = 0
     tiers: str = ""
     stream_rows: int = 0
+    stream_tiers: tuple[tuple[int, str], ...] = ()
 
     MODULE: ClassVar[str] = "bloomery.gpu_worker"
     TITLE: ClassVar[str] = "card worker"

@@ -23,6 +23,7 @@ from bloomery.runtime.architectures import build_program
 from bloomery.runtime.card_pool import CardPool
 from bloomery.runtime.divergence import divergence
 from bloomery.runtime.errors import StepAborted, WorkerLost
+from bloomery.runtime.expert_tiers import ExpertTiers
 from bloomery.runtime.model_file import ModelFile
 
 pytestmark = pytest.mark.timeout(300)
@@ -98,6 +99,35 @@ def test_blocks_and_handed_over_rows_share_steps() -> None:
     found, (median, mean) = divergence(handed, block), host_band(NAME)
     print(found)
     assert 0 < found.kl_median <= median and found.kl_mean <= mean
+
+
+def test_a_short_block_leaves_some_experts_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """About half of those that are there: near to what groups give, the same bits each time and in whatever order
+    streams do their work; a longer block is the card's alone."""
+    program = build_program(ModelFile.open(quantised_file(NAME)))
+    tiers, half = tiers_of(program, 0.3), tiers_of(program, 0.5)
+    there = {gate: tuple(sorted({*ids, *half.on_card[gate]})) for gate, ids in tiers.on_card.items()}
+    kept = ((33, ExpertTiers(tiers.layers, there).text()), (39, ""))
+    with pool_of(NAME, 0.3) as pool:
+        whole = pool.step(rows_of(TOKENS[:BLOCK])).logits.copy()
+        handed = evaluate(pool, TOKENS[:36], block=8)
+    found = []
+    for turns in ("copies", "launches"):
+        monkeypatch.setenv("EMULATED_TURNS", turns)
+        with pool_of(NAME, 0.3, stream_tiers=kept) as pool:
+            before = pool.statistics()["steps"]
+            found += [pool.step(rows_of(TOKENS[:36], slot=slot)).logits.copy() for slot in (0, 1)]
+            assert pool.statistics()["steps"] == before + 2
+            assert (pool.step(rows_of(TOKENS[:BLOCK])).logits == whole).all()
+            assert len(pool.step(rows_of(TOKENS[:34], out="none")).logits) == 0, "nothing is wanted of the last layer"
+            assert (pool.step(rows_of(TOKENS[:36])).logits == found[0]).all()
+    assert all((logits == found[0]).all() for logits in found)
+    assert not (found[0] == whole[:36]).all(), "the host has computed nothing"
+    median, mean = host_band(NAME)
+    for other in (handed, whole[:36]):
+        result = divergence(other, found[0])
+        print(result)
+        assert 0 < result.kl_median <= median and result.kl_mean <= mean
 
 
 def test_an_abort_ends_a_block_between_layers() -> None:
