@@ -134,6 +134,9 @@ def build_parser() -> Parser:
     card.add_argument(
         "--step-ahead", type=positive, metavar="N", help="steps that follow one before its token is looked at (0)"
     )
+    card.add_argument(
+        "--shared-blocks", action="store_true", help="short prompt blocks leave some of the experts on the host there"
+    )
     peer = parser.add_argument_group("comparison")
     peer.add_argument("--against", choices=("llama.cpp",), help="alternate with this engine's installed wheel")
     peer.add_argument(
@@ -284,6 +287,7 @@ def card_plan(args: argparse.Namespace, model: ModelFile, threads: int, trials: 
         cache_type=args.cache_type,
         host_weights=args.host_weights,
         card_memory=args.card_memory or 0,
+        shared_blocks=args.shared_blocks,
         cache_ram=0,
     )
     return make_plan(config, build_program(model), machine_room(args.plan, config.card_memory))

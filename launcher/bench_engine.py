@@ -217,6 +217,7 @@ def start_on_card(path: str, program: Program, plan: Plan, cache_type: CacheType
         tiers=plan.tiers,
         processes=plan.processes,
         stream_rows=plan.stream_rows,
+        stream_tiers=plan.stream_tiers,
         time_legs=True,
         progress=progress,
         workload=CARD_WORKLOAD,

@@ -51,6 +51,7 @@ DAEMON_OPTIONS = (
     *DRAFT_OPTIONS,
     ("card_memory", "card_memory", "--card-memory"),
     ("step_ahead", "step_ahead", "--step-ahead"),
+    ("shared_blocks", "shared_blocks", "--shared-blocks"),
 )
 
 
@@ -302,6 +303,13 @@ def add_plan_options(group: argparse._ActionsContainer) -> None:
         type=positive,
         metavar="N",
         help="greedy decoding on a card: run up to N more steps before looking at a step's tokens (default 0; new)",
+    )
+    group.add_argument(
+        "--shared-blocks",
+        action="store_const",
+        const=True,
+        help="with a card and experts on the host: blocks of a few hundred prompt rows leave some experts to the host,"
+        " which computes them while the others come to the card (default: all come; new)",
     )
 
 

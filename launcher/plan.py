@@ -110,6 +110,7 @@ def report(plan: Plan, room: MemoryRoom, bandwidth: Bandwidth, prediction: Predi
         "expert_share_on_card": tiers and tiers.share,
         "stream_rows": plan.stream_rows,
         "stream_note": plan.stream_note,
+        "shared_block_rows": [rows for rows, _ in plan.stream_tiers],
         "bandwidth": asdict(bandwidth),
         "prediction": prediction and asdict(prediction),
     }

@@ -302,6 +302,7 @@ class Daemon:
             tiers=plan.tiers,
             processes=plan.processes,
             stream_rows=plan.stream_rows,
+            stream_tiers=plan.stream_tiers,
             progress=self._report,
         )
 

@@ -155,15 +155,22 @@ def host_plan_terms(
 
 
 def card_plan_terms(
-    config: DaemonConfig, program: Program, processes: int, context: int, tiers: ExpertTiers, streams: bool = False
+    config: DaemonConfig,
+    program: Program,
+    processes: int,
+    context: int,
+    tiers: ExpertTiers,
+    streams: bool = False,
+    handed_rows: int = 8,
 ) -> tuple[MemoryTerm, ...]:
     """Plan a: everything on one card but the experts that `tiers` has on the host, for which there are `processes`.
-    `streams`: blocks of a prompt are computed on the card all the same, to which these experts come."""
+    `streams`: blocks of a prompt are computed on the card all the same, to which these experts come. Up to
+    `handed_rows` rows are handed to the host at once."""
     max_rows, max_out_rows = out_rows_of(config, program)
     rows, out_rows = max_rows, max_out_rows
     if (tiers.host_layers and not streams) or max_rows < PROMPT_ROWS:
         rows = out_rows = CARD_ROWS
-    handed = CARD_ROWS if tiers.host_layers else 0
+    handed = min(handed_rows, max_rows) if tiers.host_layers else 0
     shape = ArenaShape(context, config.slots, max_rows, max_out_rows, processes, config.cache_type, 1, handed)
     staging = AREAS * (area_bytes(staged_layers(program, tiers.host_layers)) + _ROUNDING) if streams else 0
     layout = ArenaLayout(host_part(program, tiers.host_layers), shape, Lowered((), 0))

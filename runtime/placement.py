@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from bloomery.runtime.cache_support import check_cache_type
 from bloomery.runtime.card_probe import CardRoom, may_have_card, probe_cards
@@ -21,9 +22,8 @@ from bloomery.runtime.expert_tiers import ExpertTiers
 from bloomery.runtime.host_weights import copied_bytes, copy_pays, private_pays
 from bloomery.runtime.hot_list import HotList
 from bloomery.runtime.memory_limits import available_memory
+from bloomery.runtime.memory_terms import REFERENCE_WEIGHT_BYTES as REFERENCE_WEIGHT_BYTES
 from bloomery.runtime.memory_terms import (
-    CARD_ROWS,
-    DEFAULT_BLOCK,
     MemoryTerm,
     block_of,
     card_cache_bytes,
@@ -31,9 +31,8 @@ from bloomery.runtime.memory_terms import (
     host_plan_terms,
     weight_bytes,
 )
-from bloomery.runtime.memory_terms import REFERENCE_WEIGHT_BYTES as REFERENCE_WEIGHT_BYTES
 from bloomery.runtime.program import Program
-from bloomery.runtime.prompt_choices import ASSUMED_CORE_READ, ASSUMED_LINK, least_streamed_rows
+from bloomery.runtime.prompt_streams import PromptStream, choose_stream, machine_rates
 from bloomery.runtime.runtime_files import SHARED_MEMORY
 from bloomery.runtime.topology import default_processes
 
@@ -52,12 +51,6 @@ AUTO_CONTEXT_SHARE = 0.5
 TIERED_CONTEXT_SHARE = 0.125
 """The same of a card's memory that experts compete for."""
 _KEPT_CORES = 2
-STREAMED_BLOCKS = (4096, 2048, 1024)
-BLOCK_SHARE = 0.75
-"""Of the room for experts beside blocks of the default size, what larger ones that nobody asked for must leave."""
-STREAM_ROWS = 64
-"""A prompt block whose experts come to the card has at least so many rows."""
-"""For the coordinator and the card's worker, where there are enough."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +89,8 @@ def machine_room(plan: str, card_memory: int = 0) -> MemoryRoom:
 class Plan:
     """What runs where and what it takes. `processes` is 0 for the reference executor and where no expert lies on the
     host. With a card: its number, and the tiers of experts; blocks of at least `stream_rows` rows of a prompt are
-    computed on the card, to which the experts on the host come (0: none are; `stream_note` says why). `note` says why
-    plan auto is not the one with a card."""
+    computed on the card, to which the experts on the host come (0: none are; `stream_note` says why), but for those
+    that `stream_tiers` (of CardStart) leaves to the host. `note` says why plan auto is not the one with a card."""
 
     name: str
     digest: str
@@ -111,6 +104,7 @@ class Plan:
     note: str = ""
     host_weights: str = "mmap"
     stream_rows: int = 0
+    stream_tiers: tuple[tuple[int, str], ...] = ()
     stream_note: str = ""
 
     def total(self, *places: str) -> int:
@@ -235,42 +229,20 @@ def _card_plan(config: DaemonConfig, program: Program, room: MemoryRoom, hot: Ho
     tiers = whole
     if whole.layers and whole.card_bytes > left(context, whole):
         tiers = ExpertTiers.chosen(program, min(left(context, none), whole.card_bytes - 1), hot)
-    processes, stream_rows, note = 0, 0, ""
+    processes, stream = 0, PromptStream(0, block_of(config), tiers)
     if tiers.host_layers:
-        processes = some
-        block, room_left = _streaming_block(config, context, lambda block: left(context, none, True, block))
-        larger = replace(config, prompt_block=block)
-        streaming = ExpertTiers.chosen(program, min(max(0, room_left), whole.card_bytes - 1), hot)
-        link, read = card.link or ASSUMED_LINK, some * ASSUMED_CORE_READ
-        stream_rows = least_streamed_rows(streaming, link, read, CARD_ROWS, STREAM_ROWS)
-        if stream_rows > block:
-            note = f"it pays from {stream_rows} rows on, and blocks have {block} (--prompt-block)"
-        elif room_left < 0:
-            needed = card_plan_terms(larger, program, 0, context, none, True)
-            note = (
-                f"expert staging and the activations of {block} rows (--prompt-block) take {-room_left} bytes of the"
-                " card too many; terms in bytes: "
-                + ", ".join(f"{term.name} {term.nbytes}" for term in needed if term.place == "card" and term.nbytes)
-            )
-        stream_rows, tiers, config = (0, tiers, config) if note else (stream_rows, streaming, larger)
-    terms = card_plan_terms(config, program, processes, context, tiers, bool(stream_rows))
-    digest = _digest("a", config, program, f"{tiers.text()}/{stream_rows}" if stream_rows else tiers.text())
+        processes, rates = some, machine_rates(some, card.link)
+        beside = partial(left, context, none, True)
+        stream = choose_stream(program, beside, config.prompt_block, context, rates, hot, config.shared_blocks)
+        if stream.rows:
+            tiers, config = stream.tiers, replace(config, prompt_block=stream.block)
+    terms = card_plan_terms(config, program, processes, context, tiers, bool(stream.rows), stream.handed_rows)
+    parts = [tiers.text(), *([str(stream.rows)] if stream.rows else []), *(f"{n}:{ids}" for n, ids in stream.there)]
+    digest = _digest("a", config, program, "/".join(parts))
     plan = Plan("a", digest, context, config.slots, block_of(config), processes, terms, card, tiers)
-    plan = replace(plan, stream_rows=stream_rows, stream_note=note)
+    plan = replace(plan, stream_rows=stream.rows, stream_tiers=stream.there, stream_note=stream.note)
     _refuse_what_does_not_fit(plan, room)
     return _with_snapshots(config, plan, room)
-
-
-def _streaming_block(config: DaemonConfig, context: int, room: Callable[[int], int]) -> tuple[int, int]:
-    """Rows of a block to which experts come, and the bytes of the card that `room` leaves for experts then. A block
-    takes about as long however many rows it has, so that many are better; those that nobody asked for take little."""
-    if config.prompt_block:
-        return config.prompt_block, room(config.prompt_block)
-    bare = room(DEFAULT_BLOCK)
-    for block in STREAMED_BLOCKS:
-        if DEFAULT_BLOCK < block <= context and room(block) >= BLOCK_SHARE * bare > 0:
-            return block, room(block)
-    return DEFAULT_BLOCK, bare
 
 
 def _with_snapshots(config: DaemonConfig, plan: Plan, room: MemoryRoom) -> Plan:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from bloomery.runtime.expert_tiers import ExpertTiers
+from bloomery.runtime.program import Program, RoutedExperts
 from bloomery.runtime.step_work import expected_experts
 
 
@@ -77,11 +78,6 @@ def choose(expert: Expert, rows: Sequence[int], rates: Rates, card_busy: float) 
     return best
 
 
-ASSUMED_LINK = 16e9
-ASSUMED_CORE_READ = 7e9
-"""Bytes a second of a link, and that a core reads, where nobody has measured them."""
-
-
 def least_streamed_rows(tiers: ExpertTiers, link: float, host_read: float, group: int, least: int) -> int:
     """From how many rows on it is faster to send all experts on the host to the card than to hand rows over to the host
     in groups of so many: `least` or more, and a power of two times it, so that what is measured a little differently
@@ -95,6 +91,37 @@ def least_streamed_rows(tiers: ExpertTiers, link: float, host_read: float, group
     while -(-rows // group) * read / host_read < sent:
         rows *= 2
     return rows
+
+
+PARTS = 8
+"""Into so many parts the experts on the host are divided when a block leaves some of them there."""
+HAND_OFF_SECONDS = 20e-6
+HANDED_ROW_SECONDS = 2.5e-6
+"""What a hand-off takes, and each of its rows, out and back: the card's two kernels are one block each."""
+LEAST_GAIN = 1.25
+"""So much faster a block that leaves experts to the host must be to do so."""
+
+
+def parts_for_the_host(program: Program, tiers: ExpertTiers, rows: int, rates: Rates) -> int:
+    """How many of PARTS equal parts of each layer's experts on the host are best computed there in a block of so many
+    rows, while the others come to the card; 0 unless that is worth it. As if the router chose evenly."""
+    routed = [op for op in program.ops if isinstance(op, RoutedExperts)]
+    layers = []
+    for op, layer in zip(routed, tiers.layers, strict=True):
+        on_host = layer.experts - len(tiers.on_card[layer.gate])
+        elements = sum(math.prod(program.weights[name].shape) for name in (op.gate, op.up, op.down))
+        expert = Expert(layer.nbytes, 2.0 * elements / layer.experts)
+        counts = poisson_quantiles(rows * layer.used / layer.experts, on_host, rows)
+        each = sum(_host_seconds(expert, count, rates) for count in counts if count) / max(1, on_host)
+        layers.append((on_host, each, layer.nbytes / rates.link))
+
+    def seconds(parts: int) -> float:
+        fixed = HAND_OFF_SECONDS + rows * HANDED_ROW_SECONDS if parts else 0.0
+        share = parts / PARTS
+        return sum(max(n * share * host + fixed, n * (1 - share) * link) for n, host, link in layers if n)
+
+    best = min(range(PARTS + 1), key=seconds)
+    return best if seconds(best) * LEAST_GAIN <= seconds(0) else 0
 
 
 def _host_seconds(expert: Expert, count: int, rates: Rates) -> float:

@@ -36,6 +36,7 @@ from bloomery.runtime.completion import new_request_id
 from bloomery.runtime.daemon_config import DaemonConfig
 from bloomery.runtime.divergence import divergence
 from bloomery.runtime.errors import RequestError, WorkerLost
+from bloomery.runtime.expert_tiers import ExpertTiers
 from bloomery.runtime.host_pool import HostPool
 from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.placement import machine_room, make_plan
@@ -151,9 +152,25 @@ def test_blocks_whose_experts_come_from_the_host_are_those_of_a_whole_card(
                 for _ in range(3):
                     assert (blocks(pool) == wanted).all(), (share, lock)
                 handed = evaluate(pool, tokens[:128], block=8, slot=1)
+        with card_pool(path, share, stream_rows=64, stream_tiers=left_to_the_host(path, share)) as pool:
+            both = pool.step(rows_of(tokens[:128])).logits.copy()
+            for slot in (0, 1):
+                assert (pool.step(rows_of(tokens[:128], slot=slot)).logits == both).all(), share
+            assert len(pool.step(rows_of(tokens[128:], start=128, out="last")).logits) == 1
+        result = divergence(handed, both)
+        print(name, share, "with the host", result)
+        assert result.kl_median <= median and result.kl_mean <= mean, share
         result = divergence(handed, wanted[:128])
         print(name, share, result)
         assert result.kl_median <= median and result.kl_mean <= mean, share
+
+
+def left_to_the_host(path: Path, share: float) -> tuple[tuple[int, str], ...]:
+    """Blocks of less than 160 rows leave about half of the experts to the host."""
+    program = build_program(ModelFile.open(path))
+    tiers, half = tiers_of(program, share), tiers_of(program, 0.5)
+    there = {gate: tuple(sorted({*ids, *half.on_card[gate]})) for gate, ids in tiers.on_card.items()}
+    return (64, ExpertTiers(tiers.layers, there).text()), (160, "")
 
 
 def free_on_card() -> int:

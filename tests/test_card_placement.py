@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -263,7 +264,7 @@ def test_prompts_with_a_host_have_terms_and_a_threshold(program: Program) -> Non
     assert short.stream_rows == 0 and "pays from 128 rows on" in short.stream_note and not term(short, "expert staging")
     assert short.tiers and short.tiers.share > plan.tiers.share and short.digest != plan.digest
     small = make_plan(replace(CONFIG, prompt_block=8192), program, room(4, 64))
-    assert small.stream_rows == 0 and "expert staging and the activations of 8192 rows" in small.stream_note
+    assert small.stream_rows == 0 and "expert staging and what 8192 rows" in small.stream_note
     chosen = make_plan(replace(CONFIG, prompt_block=0), program, room(12, 64))
     assert chosen.prompt_block == 4096 and chosen.tiers and 0.7 * plan.tiers.share < chosen.tiers.share
     assert make_plan(replace(CONFIG, prompt_block=0), program, room(5, 64)).prompt_block in (1024, 2048)
@@ -277,6 +278,27 @@ def test_prompts_with_a_host_have_terms_and_a_threshold(program: Program) -> Non
     slow = at(0.5e9)
     assert slow.stream_rows == 0 and "and blocks have 512" in slow.stream_note
     assert make_plan(CONFIG, program, room(24, 64)).stream_rows == 0, "nothing is on the host"
+
+
+def test_short_blocks_leave_experts_to_the_host(program: Program) -> None:
+    """Fewer the longer the block, down to none; the coldest; and only if it was asked for."""
+    layers = routed_ops(program)
+    ranks = {layer.layer: tuple(range(EXPERTS - 1, -1, -1)) for layer in layers}
+    hot = HotList("paper", len(layers), EXPERTS, ranks)
+    config, free = replace(CONFIG, prompt_block=4096, shared_blocks=True), room(10, 64)
+    free = replace(free, cards=(replace(free.cards[0], link=50e9),))
+    plan = make_plan(config, program, free, hot)
+    rows, texts = zip(*plan.stream_tiers, strict=True)
+    assert rows[0] == plan.stream_rows == 64 and list(rows) == sorted(set(rows)) and texts[-1] == ""
+    assert plan.tiers is not None
+    held = [plan.tiers, *(ExpertTiers.of_text(program, text) for text in texts)]
+    for fewer, more in pairwise(held):
+        for gate, ids in more.on_card.items():
+            assert set(fewer.on_card[gate]) < set(ids)
+            assert set(ids) == set(range(EXPERTS - len(ids), EXPERTS)), "the coldest are those with the least ids"
+    alone = make_plan(replace(config, shared_blocks=False), program, free, hot)
+    assert alone.stream_tiers == () and alone.digest != plan.digest
+    assert term(plan, "activations") > term(alone, "activations"), "more rows are handed over at once"
 
 
 def matrices(program: Program) -> list[tuple[str, str, str]]:

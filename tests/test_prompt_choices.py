@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from paper_model import PaperQwen3
 
-from bloomery.runtime.prompt_choices import NEVER, Expert, Rates, choose, poisson_quantiles, stream_threshold
+from bloomery.runtime.architectures import build_program
+from bloomery.runtime.expert_tiers import ExpertTiers
+from bloomery.runtime.prompt_choices import (
+    NEVER,
+    PARTS,
+    Expert,
+    Rates,
+    choose,
+    least_streamed_rows,
+    parts_for_the_host,
+    poisson_quantiles,
+    stream_threshold,
+)
 
 EXPERT = Expert(2_700_000, 2 * 3 * 2048 * 768)  # of Qwen3-30B-A3B in Q4_K_M
 MACHINE = Rates(106e9, 3e12, 50e9, 4e12, 400e12)  # cores, link and card as an H200 machine might have them
@@ -77,3 +91,31 @@ def test_quantiles_are_those_of_the_distribution() -> None:
     assert poisson_quantiles(900.0, 4, 10) == (10, 10, 10, 10)
     large = poisson_quantiles(900.0, 64, 1 << 20)
     assert large == tuple(sorted(large)) and abs(np.mean(large) - 900) < 1
+
+
+def test_blocks_leave_to_the_host_what_balances_both() -> None:
+    """No other part is faster; nothing where cores or a hand-off are slow, all where the link is."""
+    program = build_program(PaperQwen3())
+    tiers = ExpertTiers.chosen(program, 0, None)
+
+    def parts(rows: int, **changes: float) -> int:
+        return parts_for_the_host(program, tiers, rows, replace(MACHINE, **changes))
+
+    found = [parts(rows) for rows in (64, 128, 512, 4096)]
+    assert found == sorted(found, reverse=True) and PARTS > found[0] >= PARTS // 2 and found[-1] == 0
+    assert parts(96, host_read=1e9) == 0 and parts(96, link=1e8) == PARTS
+    # balance: at 96 rows an expert has 6 of them; cores and link work as long as each other, within a part
+    host, link = (EXPERT.nbytes / rate for rate in (MACHINE.host_read, MACHINE.link))
+    assert parts(96) / PARTS == pytest.approx(link / (host + link), abs=1.0 / PARTS)
+
+
+def test_the_least_rows_of_a_block_are_where_it_pays() -> None:
+    program = build_program(PaperQwen3())
+    tiers = ExpertTiers.chosen(program, 0, None)
+    for link in (60e9, 25e9, 5e9, 1e9):
+        rows = least_streamed_rows(tiers, link, 100e9, 8, 64)
+        assert rows % 64 == 0 and (rows // 64).bit_count() == 1
+        # a group of eight rows reads 52 of 128 experts of each layer
+        groups = tiers.host_bytes * 51.6 / 128 / 100e9 / 8
+        assert rows * groups >= 0.98 * tiers.host_bytes / link
+        assert rows == 64 or rows / 2 * groups <= 1.02 * tiers.host_bytes / link
