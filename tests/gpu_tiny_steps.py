@@ -2,7 +2,8 @@
 
     compute-sanitizer --tool memcheck python tests/gpu_tiny_steps.py [--emulated] [NAME ...]
 
-Prompt blocks, groups of eight, single rows, steps ahead and hand-offs with experts on the host; results are compared
+Prompt blocks, groups of eight, single rows, steps ahead, hand-offs with experts on the host and blocks to which these
+come, all or some; results are compared
 between them where they have to be equal. With --emulated everything runs on the host emulator instead (very slow, too).
 """
 
@@ -25,6 +26,7 @@ from bloomery.gpu_worker.card_executor import CardExecutor
 from bloomery.gpu_worker.prompt_lowering import LEAST_ROWS
 from bloomery.runtime.architectures import build_program
 from bloomery.runtime.card_pool import CARD_WORKLOAD, CardPool
+from bloomery.runtime.expert_tiers import ExpertTiers
 from bloomery.runtime.model_file import ModelFile
 
 NAMES = ("qwen3moe-Q4_K_M", "deepseek2-v3-Q3_K_M", "llama-Q4_K_M")
@@ -49,12 +51,22 @@ def on_the_card(path: Path) -> None:
 def with_a_host(path: Path, workload: str) -> None:
     """A third of the experts on the card, the others in two workers."""
     program = build_program(ModelFile.open(path))
-    sizes = {"context": 64, "slots": 2, "prompt_block": 12, "processes": 2}
-    pool = CardPool.start(str(path), program, tiers=tiers_of(program, 0.3), time_legs=True, workload=workload, **sizes)
+    tiers, half = tiers_of(program, 0.3), tiers_of(program, 0.5)
+    there = {gate: tuple(sorted({*ids, *half.on_card[gate]})) for gate, ids in tiers.on_card.items()}
+    stream_tiers = (LEAST_ROWS, ExpertTiers(tiers.layers, there).text()), (len(TOKENS), "")
+    sizes = {"context": 64, "slots": 2, "prompt_block": 64, "processes": 2, "stream_rows": LEAST_ROWS}
+    pool = CardPool.start(
+        str(path), program, tiers=tiers, stream_tiers=stream_tiers, time_legs=True, workload=workload, **sizes
+    )
     try:
         groups = evaluate(pool, TOKENS[:9], block=9)
         assert (evaluate(pool, TOKENS[:2], block=1, slot=1) == groups[:2]).all(), "a row and a group differ"
         assert len(pool.step_legs()) == 4 and np.isfinite(groups).all()
+        for rows in (len(TOKENS), len(TOKENS) - 1):
+            block = rows_of(TOKENS[:rows], out="last")
+            assert (pool.step(block).logits.copy() == pool.step(block).logits).all(), "a block does not repeat"
+        legs = pool.step_legs()
+        assert len(legs) == 4 and all(step.link_bytes and step.link_ns for step in legs)
     finally:
         pool.close()
 
