@@ -37,6 +37,7 @@ from bloomery.launcher.progress import ProgressDisplay
 from bloomery.runtime.architectures import build_program
 from bloomery.runtime.bandwidth_probe import ReadCeiling
 from bloomery.runtime.daemon_config import DaemonConfig
+from bloomery.runtime.memory_terms import DEFAULT_BLOCK
 from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.placement import Plan, machine_room, make_plan
 from bloomery.runtime.synthetic_file import synthetic_file
@@ -104,7 +105,9 @@ def build_parser() -> Parser:
         "-t", "--threads", type=numbers, default=[], metavar="N,..", help="worker processes, one core each (all cores)"
     )
     trial.add_argument("-r", "--repeats", type=positive, default=5, metavar="N", help="rounds after a warm-up (5)")
-    trial.add_argument("--prompt-block", type=positive, default=512, metavar="N", help="greatest rows of a step (512)")
+    trial.add_argument(
+        "--prompt-block", type=positive, metavar="N", help="greatest rows of a step (512, or what the plan chooses)"
+    )
     trial.add_argument(
         "--host-weights",
         choices=("auto", "copy", "mmap"),
@@ -283,7 +286,7 @@ def card_plan(args: argparse.Namespace, model: ModelFile, threads: int, trials: 
         context=context_of(trials),
         slots=1,
         processes=threads,
-        prompt_block=args.prompt_block,
+        prompt_block=args.prompt_block or 0,
         cache_type=args.cache_type,
         host_weights=args.host_weights,
         card_memory=args.card_memory or 0,
@@ -317,7 +320,7 @@ def thread_rows(
                 path,
                 threads=threads,
                 context=context,
-                prompt_block=args.prompt_block,
+                prompt_block=args.prompt_block or DEFAULT_BLOCK,
                 cache_type=args.cache_type,
                 host_weights=args.host_weights,
                 plan=plan,
@@ -404,7 +407,7 @@ def model_facts(model: ModelFile, args: argparse.Namespace) -> dict[str, Any]:
         "version": version("bloomery"),
         "executor": "host",
         "step_ahead": args.step_ahead or 0,
-        "prompt_block": args.prompt_block,
+        "prompt_block": args.prompt_block or DEFAULT_BLOCK,
         "micro_batch": (args.micro_batch or MICRO_BATCH) if args.against else None,
         "cache_type": args.cache_type,
         "repeats": args.repeats,

@@ -60,6 +60,7 @@ def plan_facts(plan: Plan | None, card_memory: int) -> dict[str, Any]:
         "card": plan.card.name,
         "card_memory": card_memory or None,
         "expert_share_on_card": plan.tiers.share,
+        "prompt_block": plan.prompt_block,
         "executor": "card",
     }
 

@@ -26,6 +26,7 @@ WORDS = {  # a daemon's stages, for people
     "weights": "copy weights to memory",
     "upload": "copy weights to the card",
     "card kernels": "compile kernels for this card",
+    "lock": "lock experts for the card",
 }
 
 

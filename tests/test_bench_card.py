@@ -110,7 +110,7 @@ def test_a_row_of_a_prompt_whose_experts_come_from_the_host(run: Run, monkeypatc
     monkeypatch.setattr(placement, "probe_cards", lambda: (card,))
     monkeypatch.setattr(bench_engine, "CARD_WORKLOAD", "emulated_driver:load")
     (row,) = run("--plan", "a", "--card-memory", str(least), "-t", "2", "-p", "66", "-n", "0", "--prompt-block", "64")
-    assert row["expert_share_on_card"] == 0 and row["steps"] == 2
+    assert row["expert_share_on_card"] == 0 and row["steps"] == 2 and row["prompt_block"] == 64
     *others, last = none.layers  # nobody wants a row of the last one's result
     assert row["streamed_bytes_per_block"] == sum(layer.nbytes * layer.experts for layer in others)
     assert row["hand_offs"] is None and last.gate.startswith("blk.3.")
