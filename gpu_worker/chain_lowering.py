@@ -18,7 +18,9 @@ from bloomery.gpu_worker.products import (
     activation_form,
     blocks,
     job_words,
+    resident,
     ring_bytes,
+    rows_of_warp,
 )
 from bloomery.runtime.program import Add, MatMul, Op, RoutedExperts, Router
 
@@ -28,10 +30,10 @@ if TYPE_CHECKING:
 
 _NORM_THREADS: Final = 512
 _SCORERS: Final = 4  # warps of a block; matmul.cu
-_OPENERS: Final = 12
+_OPENERS, _OPENERS_EACH = 12, 2  # warps of a block, blocks that a multiprocessor is to have
 _MOST_OUTPUTS: Final = 32768
 """Of a product that makes the norm: a head has so much to do that smaller blocks without a norm are faster."""
-_RESIDENT: Final = 2  # blocks of so many threads that a multiprocessor holds
+_CLOSERS: Final = 2  # blocks of close_experts that a multiprocessor holds
 _MOST_USED: Final = 16
 _MOST_EXPERTS: Final = 256  # router.cuh
 NO_SCORES: Final = (0,) * 10
@@ -95,8 +97,9 @@ def _normed_product(lowering: Lowering, chain: NormedProduct) -> None:
         out = product.outs[i]
         address, _, row_bytes = lowering._weight(product.weights[i], width, out.elements)
         jobs.append(Job(address, lowering._bias(product.biases[i], out.elements), *_place(lowering, product, i)))
-    pairs = sum(blocks(job.outputs, 2) for job in jobs)
-    grid = (min(_RESIDENT * lowering.context.multiprocessors, pairs),)
+    together = rows_of_warp(most, width)
+    sets = sum(blocks(job.outputs, together) for job in jobs)
+    grid = (min(resident(most) * lowering.context.multiprocessors, sets),)
     shared = _NORM_THREADS // 32 * ring_bytes(kind) + 4 * width + width // 4 * 5
     lowering.label = chain.name
     lowering.emit(
@@ -140,7 +143,7 @@ def _normed_experts(lowering: Lowering, chain: NormedExperts) -> None:
         _NORM_THREADS,
         *(weights, row_bytes, count, *words, *logits),
         kind=kind,
-        shared=4 * width,
+        shared=(1 + _SCORERS) * 4 * width,
     )
     if made:
         lowering.formed["Q8_K"] = norm.norm.out, made
@@ -171,20 +174,23 @@ def open_and_close(lowering: Lowering, op: RoutedExperts, scored: tuple[int, ...
     up = lowering._weight(op.up, inputs, hidden, experts)[0]
     x = lowering.form_of(kind, op.x)
     opened = lowering.context.scratch("gate", lowering._room(op.x) * used * hidden * 4)
-    most = max(1, blocks(_RESIDENT * lowering.context.multiprocessors, max(1, rows * used)))
-    grid = (min(blocks(hidden, _OPENERS), most), rows * used)
+    most = max(1, _OPENERS_EACH * lowering.context.multiprocessors // max(1, rows * used))
+    sets = blocks(2 * hidden, max(2, rows_of_warp(kind, inputs)))
+    grid = (min(blocks(sets, _OPENERS), most), used, rows)
     places = (gate, up, opened, hidden, hidden, x.values, x.scales, x.stride)
     words = (*places, *ids, *mix, used, slots, inputs, row_bytes, float_word(op.limit), *scored)
     shared = _OPENERS * ring_bytes(lowering.program.weights[op.gate].quant_type) + inputs // 4 * 5
     lowering.emit("matmul", "open_experts", grid, 32 * _OPENERS, *words, kind=kind, shared=shared)
     down, kind, row_bytes = lowering._weight(op.down, hidden, outputs, experts)
-    pairs = blocks(outputs, 2)
-    closers = min(pairs, max(1, blocks(_RESIDENT * lowering.context.multiprocessors, rows or 1)))
+    together = rows_of_warp(kind, hidden)
+    sets = blocks(outputs, together)
+    closers = min(sets, max(1, blocks(_CLOSERS * lowering.context.multiprocessors, rows or 1)))
     words = (down, *lowering._row(op.out), outputs, opened, hidden, *ids, *mix, used, slots, hidden, row_bytes)
     ring = ring_bytes(lowering.program.weights[op.down].quant_type)
-    shared = used * (ring + hidden // 4 * 5 + 8 * blocks(pairs, closers))
+    each = together * blocks(sets, closers)
+    shared = used * (ring + hidden // 4 * 5 + 4 * each)
     lowering.label = f"{op.name} & {add.name}" if add else op.name
-    words = (*words, *scored, *residual(lowering, add))
+    words = (*words, each, *residual(lowering, add))
     lowering.emit("matmul", "close_experts", (closers, rows), 32 * used, *words, kind=kind, shared=shared)
 
 
@@ -218,7 +224,7 @@ def _products(
         address, kind, row_bytes = lowering._weight(name, width, outputs, experts)
         placed.append(Job(address, 0, job.out, job.outputs, job.out_stride))
     rows, used = lowering._count(op.x), op.ids.elements
-    grid = (lowering._warp_blocks(kind, placed, max(1, rows * used * len(jobs))), rows * used, len(jobs))
+    grid = (lowering._warp_blocks(kind, width, placed, max(1, rows * used * len(jobs))), rows * used, len(jobs))
     ids, slots = lowering._row(op.ids), lowering.context.slot_map(op.gate)
     words = (x.values, x.scales, x.stride, int(of_each_item), *ids, used, slots, width, row_bytes)
     lowering.emit("matmul", "experts", grid, 128, *job_words(placed), *words, kind=kind)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from bloomery.gpu_worker.fusions import AddNorm, Attended, HeadRun, Routed
+from bloomery.gpu_worker.fusions import AddNorm, Attended, HeadJob, HeadRun, Routed
 from bloomery.runtime.program import Add, MatMul, Op, RmsNorm, RoutedExperts
 
 
@@ -52,8 +52,24 @@ class NormedExperts:
         return " & ".join(names)
 
 
+@dataclass(frozen=True)
+class FreshAttention:
+    """Norms and rotations of queries, keys and values of whole heads, their way to the cache, and the attention that
+    follows: `query`, `key` and `value` are the jobs of `run`."""
+
+    run: HeadRun
+    query: HeadJob
+    key: HeadJob
+    value: HeadJob
+    attended: Attended
+
+    @property
+    def name(self) -> str:
+        return f"{self.run.name} & {self.attended.name}"
+
+
 Fused = Op | AddNorm | HeadRun | Attended | Routed
-Chained = Fused | Summed | NormedProduct | NormedExperts
+Chained = Fused | Summed | NormedProduct | NormedExperts | FreshAttention
 
 
 def chained(ops: Iterable[Fused]) -> Iterator[Chained]:
@@ -61,10 +77,10 @@ def chained(ops: Iterable[Fused]) -> Iterator[Chained]:
     parts = list(_summed(ops))
     at = 0
     while at < len(parts):
-        taken = _experts(parts[at : at + 3]) or _product(parts[at : at + 2])
+        taken = _experts(parts[at : at + 3]) or _product(parts[at : at + 2]) or _fresh(parts[at : at + 2])
         if isinstance(taken, NormedExperts):
             at += 2
-        elif isinstance(taken, NormedProduct):
+        elif isinstance(taken, NormedProduct | FreshAttention):
             at += 1
         yield taken or parts[at]
         at += 1
@@ -98,6 +114,22 @@ def _product(parts: list[Fused | Summed]) -> NormedProduct | None:
         case [AddNorm(add=None, norm=norm) as first, MatMul() as product] if product.x == norm.out:
             if _apart(norm) and norm.x.buffer not in {view.buffer for view in product.outs}:
                 return NormedProduct(first, product)
+    return None
+
+
+def _fresh(parts: list[Fused | Summed]) -> FreshAttention | None:
+    match parts:
+        case [HeadRun() as run, Attended(attention=attention) as attended]:
+            written = {job.write.state: job for job in run.jobs if job.write is not None and job.write.start == 0}
+            query = next((job for job in run.jobs if job.view == attention.q and job.write is None), None)
+            key, value = written.get(attention.keys), written.get(attention.values)
+            if query is None or key is None or value is None or key is value or len(run.jobs) != 3:
+                return None
+            widths = {(query.view.width, key.view.width), (attention.key_width, attention.key_width)}
+            heads = key.view.count == value.view.count == attention.kv_heads
+            turned = query.rope is not None and key.rope is not None and value.rope is None and value.norm is None
+            if heads and turned and len(widths) == 1 and value.view.width == attention.value_width:
+                return FreshAttention(run, query, key, value, attended)
     return None
 
 

@@ -15,6 +15,7 @@ from typing import Final
 
 import numpy as np
 
+from bloomery.gpu_worker.attention_lowering import attend_and_round, lower_fresh
 from bloomery.gpu_worker.chain_lowering import (
     NO_RESIDUAL,
     NO_SCORES,
@@ -23,7 +24,7 @@ from bloomery.gpu_worker.chain_lowering import (
     open_and_close,
     separate_experts,
 )
-from bloomery.gpu_worker.chains import Chained, NormedExperts, NormedProduct, Summed, chained
+from bloomery.gpu_worker.chains import Chained, FreshAttention, NormedExperts, NormedProduct, Summed, chained
 from bloomery.gpu_worker.fusions import MOST_JOBS, AddNorm, Attended, HeadRun, Routed, fused
 from bloomery.gpu_worker.hand_off_lowering import lower_hand_off
 from bloomery.gpu_worker.launches import MAX_ROWS, CardContext, KernelName, Launch, float_word
@@ -32,21 +33,23 @@ from bloomery.gpu_worker.products import (
     FLOAT_TYPES,
     JOBS,
     SUPER_TYPES,
+    UNIT_TYPES,
     USE_HOST,
     Activations,
     Job,
     activation_form,
     aligned,
     blocks,
+    blocks_each,
     check_types,
     job_words,
+    rows_of_warp,
 )
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.ops_hand_off import HandOffReceive, HandOffSend
 from bloomery.runtime.program import (
     Add,
     Argmax,
-    Attention,
     CacheWrite,
     CopyHeads,
     EmbedRows,
@@ -65,15 +68,8 @@ from bloomery.runtime.program import (
 )
 
 _WARPS: Final = 4  # of a block of products.cuh
-_SPLIT, _ATTENDERS = 64, 256  # positions, threads; attention.cu
-_CORES, _CORE_WIDTHS = 128, (64, 128)  # threads, widths of keys and values; attention.cu
-_DEPTH: Final = 64
-_WALKERS_EACH: Final = 2
 _HEAD_JOB_WORDS: Final = 12
-_HEADS: Final = 8
 _ARGMAX_PARTS: Final = 64
-_BLOCKS_EACH: Final = 7
-"""Blocks of a product that a multiprocessor holds; more would wait for their turn with empty rings."""
 
 
 def lower(program: Program, context: CardContext, rows: int, out_rows: int) -> list[Launch]:
@@ -117,6 +113,8 @@ class Lowering:
                 case Attended():
                     self._forget({op.attention.out.buffer})
                     self._attention(op)
+                case FreshAttention():
+                    lower_fresh(self, op)
                 case Summed() | NormedProduct() | NormedExperts():
                     lower_chain(self, op)
                 case _:
@@ -359,15 +357,15 @@ class Lowering:
         """`heads`: how many, and the distance of two in values, scales (bytes) and outputs (floats)."""
         at_once = next(n for n in (1, 2, 4, 8) if n >= rows) if rows else 1
         sets = len(jobs) * heads[0]
-        grid = (self._warp_blocks(kind, jobs, sets), sets if rows else 0)
+        grid = (self._warp_blocks(kind, width, jobs, sets), sets if rows else 0)
         words = (x.values, x.scales, x.stride, rows, width, row_bytes, *heads, *residual)
-        self.emit("matmul", f"matmul_{at_once}", grid, 32 * _WARPS, *job_words(jobs), *words, kind=kind)
+        shared = width // 4 * 5 if at_once == 1 and kind in UNIT_TYPES else 0
+        self.emit("matmul", f"matmul_{at_once}", grid, 32 * _WARPS, *job_words(jobs), *words, kind=kind, shared=shared)
 
-    def _warp_blocks(self, kind: str, jobs: list[Job], sets: int) -> int:
-        together = 1 if kind in FLOAT_TYPES else 2
+    def _warp_blocks(self, kind: str, width: int, jobs: list[Job], sets: int) -> int:
         outputs = max(job.outputs for job in jobs)
-        most = max(1, blocks(self.context.multiprocessors * _BLOCKS_EACH, sets))
-        return min(blocks(outputs, _WARPS * together), most)
+        most = max(1, blocks(self.context.multiprocessors * blocks_each(kind), sets))
+        return min(blocks(outputs, _WARPS * rows_of_warp(kind, width)), most)
 
     def _head_matmul(self, op: HeadMatMul) -> None:
         address, kind, row_bytes = self._weight(op.weight, op.x.width, op.out.width, op.x.count)
@@ -406,46 +404,8 @@ class Lowering:
         words = (step.slots, step.positions, *self._heads(op.x), op.x.width, op.x.elements, *self._state_words(op))
         self._each(f"cache_write_{self.context.cache_type}", op.x, *words)
 
-    def _attention(self, op: Attended) -> None:
-        attention, rows = op.attention, self._count(op.attention.q)
-        made = None
-        kinds = {self.program.weights[name].quant_type.name for name in op.readers}
-        if kinds & set(SUPER_TYPES) and attention.value_width == 128 and attention.q.count % 2 == 0:
-            made = self._place("Q8_K", "activations:Q8_K", op.whole.elements, MAX_ROWS)
-            self.formed["Q8_K"] = op.whole, made
-        self._attend(attention, 0, rows, MAX_ROWS, made)
-
-    def _attend(self, op: Attention, first: int, rows: int, room: int, rounded: Activations | None = None) -> None:
-        """Attention of so many rows from `first` on, with scratch for `room` rows; also `rounded` to Q8_K."""
-        heads = op.q.count
-        splits = blocks(self.context.context, _SPLIT)
-        parts = self.context.scratch("parts", room * heads * splits * op.value_width * 4)
-        extremes = self.context.scratch("extremes", room * heads * splits * 8)
-        sets = op.kv_heads * blocks(heads // op.kv_heads, _HEADS)
-        walkers = min(splits, max(1, blocks(_WALKERS_EACH * self.context.multiprocessors, sets * rows)))
-        caches = (self.context.state(op.keys), self.context.state(op.values))
-        places = [word for cache in caches for word in (cache.address, cache.slot_stride, cache.row_stride)]
-        even = all(n % 8 == 0 for n in (op.key_width, op.value_width, *(cache.row_stride for cache in caches)))
-        cores = even and self.context.cache_type == "f16" and op.key_width == op.value_width in _CORE_WIDTHS
-        name, threads = f"attend_{self.context.cache_type}" + ("" if even else "_odd"), _ATTENDERS
-        shared = 4 * _HEADS * blocks(op.key_width, _DEPTH) * _DEPTH
-        (q, q_row, q_head), (out, out_row, out_head) = self._heads(op.q), self._heads(op.out)
-        slots, positions = self.step.slots + 4 * first, self.step.positions + 4 * first
-        widths: tuple[int, ...] = (heads, op.kv_heads, op.key_width, op.value_width)
-        if cores:
-            name, threads, widths = f"attend_cores_{op.key_width}", _CORES, widths[:2]
-            shared = 2 * 2 * _SPLIT * op.key_width * 2
-        words = (slots, positions, q + 4 * first * q_row, q_row, q_head, *places, *widths)
-        ends = (float_word(op.scale), splits, parts, extremes)
-        self.emit("attention", name, (walkers, sets, rows), threads, *words, *ends, shared=shared)
-        target = (out + 4 * first * out_row, out_row, out_head)
-        if rounded:
-            words = (positions, parts, extremes, heads, splits, *target)
-            made = (rounded.values, rounded.scales, rounded.stride)
-            self.emit("attention", "attend_join_q8_k", (heads // 2, rows), 1024, *words, *made)
-            return
-        join = (positions, parts, extremes, heads, op.value_width, splits, *target)
-        self.emit("attention", "attend_join", (heads, rows), 1024, *join)
+    def _attention(self, fused: Attended) -> None:
+        attend_and_round(self, fused)
 
     def _router(self, op: Router) -> None:
         words = (*self._row(op.logits), *self._row(op.ids), *self._row(op.mix), *self._choice(op))

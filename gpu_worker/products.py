@@ -19,6 +19,11 @@ SMALL_TYPES: Final = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4")
 FLOAT_TYPES: Final = ("F32", "F16", "BF16")
 WEIGHT_TYPES: Final = (*FLOAT_TYPES, *SMALL_TYPES, *SUPER_TYPES)
 
+UNIT_TYPES: Final = ("Q4_K", "Q6_K")
+"""Types whose weights go straight to registers, some rows of a warp at a time; see units.cuh."""
+_BLOCKS_EACH: Final = {"Q4_K": 5, "Q6_K": 4}
+_UNIT: Final = 64
+
 JOBS: Final = 4
 _JOB_WORDS: Final = 5
 USE_HOST: Final = "run it with --plan cpu"
@@ -84,7 +89,28 @@ def job_words(jobs: list[Job]) -> tuple[int, ...]:
 
 def ring_bytes(kind: QuantType) -> int:
     """Shared memory of a warp that takes rows of this quantised type, see products.cuh."""
+    if kind.name in UNIT_TYPES:
+        return 0
     return 4 * 2 * (aligned(1024 // kind.block_elements * kind.block_bytes) + 32)
+
+
+def rows_of_warp(kind: str, width: int) -> int:
+    """Weight rows of so many elements that a warp has at a time: `rows_of_warp` of units.cuh, `rows_together` of
+    products.cuh."""
+    if kind not in UNIT_TYPES:
+        return 1 if kind in FLOAT_TYPES else 2
+    units = width // _UNIT
+    return next(rows for least, rows in ((64, 1), (32, 2), (16, 4), (0, 8)) if units >= least)
+
+
+def blocks_each(kind: str) -> int:
+    """Blocks of a product that a multiprocessor holds; more would wait for their turn."""
+    return _BLOCKS_EACH.get(kind, 7)
+
+
+def resident(kind: str) -> int:
+    """Blocks of 512 threads that a multiprocessor holds: RESIDENT of units.cuh."""
+    return 1 if kind == "Q6_K" else 2
 
 
 def blocks(elements: int, each: int) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
+from bloomery.gpu_worker.attention_lowering import attend
 from bloomery.gpu_worker.chain_lowering import NO_RESIDUAL
 from bloomery.gpu_worker.chains import Chained
 from bloomery.gpu_worker.fusions import AddNorm, Attended, fused
@@ -240,7 +241,7 @@ class _PromptLowering(Lowering):
         splits = -(-self.context.context // _SPLIT)
         each = max(MAX_ROWS, min(512, _PARTS // (op.q.count * splits * op.value_width * 4)))
         for first in range(0, self._count(op.q), each):
-            self._attend(op, first, min(each, self._count(op.q) - first), each)
+            attend(self, op, first, min(each, self._count(op.q) - first), each)
 
     def _routed_experts(self, op: RoutedExperts) -> None:
         kinds = [self.program.weights[name].quant_type.name for name in (op.gate, op.up, op.down)]

@@ -35,6 +35,19 @@ _HEADERS = ("/usr/local/cuda/include", "/opt/cuda/include", "/usr/include")
 _FILLED = 0x7D  # what memory holds before it is written
 
 
+def source_of(file: str) -> str:
+    """A kernel file with the headers of its own that it includes, and those that they do."""
+    seen: set[str] = set()
+
+    def read(name: str) -> str:
+        seen.add(name)
+        text = (KERNELS / name).read_text(encoding="utf-8").replace("\\\n", " ")
+        included = re.findall(r'^#include "(\w+\.cuh)"', text, re.M)
+        return "".join(read(each) for each in included if each not in seen) + text
+
+    return read(f"{file}.cu")
+
+
 @functools.cache
 def library(file: str, quant_type: str) -> ctypes.CDLL:
     """A kernel file for the host; skips the test where a compiler or CUDA's headers are missing."""
@@ -42,12 +55,12 @@ def library(file: str, quant_type: str) -> ctypes.CDLL:
     headers = next((path for path in _HEADERS if (Path(path) / "cuda_fp16.h").exists()), None)
     if compiler is None or headers is None:
         pytest.skip("needs g++ and the CUDA toolkit's headers")
-    source = (KERNELS / f"{file}.cu").read_text(encoding="utf-8").replace("\\\n", " ")
+    source = source_of(file)
     names = re.findall(
         r'extern "C" __global__ void[^;{]*?\b(\w+)\(', re.sub(r"#define.*|__launch_bounds__\([^)]*\)", "", source)
     )
     macros = {"MATMUL": "matmul_{}", "ATTEND": "attend_{}", "FLASH": "flash_{}", "CORES_KERNEL": "attend_cores_{}"}
-    macros["ATTEND_WINDOW"] = "attend_window_{}"
+    macros |= {"ATTEND_WINDOW": "attend_window_{}", "FRESH_KERNEL": "attend_fresh_{}"}
     for macro, pattern in macros.items():
         for found in re.findall(rf"^{macro}\(([^)]*)\)", source, re.M):
             arguments = [part.strip() for part in found.split(",")]

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 import numpy as np
 import pytest
+from card_stand import Bench, tensor
 from emulated_card import EmulatedCard
 from oracle_data import quantised_file
 from running import rows_of
 
-from bloomery.gpu_worker.chains import Chained, NormedExperts, NormedProduct, Summed, chained
-from bloomery.gpu_worker.fusions import fused
+from bloomery.gpu_worker.chains import Chained, FreshAttention, NormedExperts, NormedProduct, Summed, chained
+from bloomery.gpu_worker.fusions import HeadJob, fused
 from bloomery.gpu_worker.lowering import Lowering
 from bloomery.runtime.architectures import build_program
 from bloomery.runtime.model_file import ModelFile
-from bloomery.runtime.program import View
+from bloomery.runtime.program import Attention, CacheWrite, Op, RmsNorm, Rope, View
+from bloomery.runtime.states import CacheState
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -36,10 +39,64 @@ def test_chains_change_no_bit(rows: int, monkeypatch: pytest.MonkeyPatch) -> Non
         launches = card.run(rows_of(np.arange(7, 7 + rows)), block=False)
         names = {launch.kernel.function for launch in launches}
         assert ("normed_scores" in names) == (lowering is Lowering)
-        assert ("normed_matmul" in names) == (lowering is Lowering and rows == 1)
+        alone = lowering is Lowering and rows == 1
+        assert ("normed_matmul" in names) == alone == any(name.startswith("attend_fresh") for name in names)
         found.append({name: card.read(View(name, 0, buffer.width), rows) for name, buffer in program.buffers.items()})
+        found[-1] |= {area: values for area, values in card.areas.items() if area.startswith("cache ")}
+    inside = {job.view.buffer for part in chained(fused(program)) for job in fresh_jobs(part) if rows == 1}
     for name, values in found[0].items():
-        assert np.array_equal(values, found[1][name]), name
+        assert name in inside or np.array_equal(values, found[1][name]), name
+
+
+def fresh_jobs(part: Chained) -> tuple[HeadJob, ...]:
+    """Those whose views keep what the products gave, since attention takes them for itself."""
+    return (part.query, part.key) if isinstance(part, FreshAttention) else ()
+
+
+@pytest.mark.parametrize("last", (0, 1, 62, 63, 64, 130, 139))
+@pytest.mark.parametrize(
+    "heads, kv, width, pairs", ((16, 2, 128, "halves"), (5, 1, 64, "neighbours"), (20, 2, 128, "halves"))
+)
+def test_attention_that_prepares_its_row(
+    heads: int, kv: int, width: int, pairs: Literal["halves", "neighbours"], last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row first and last in a split and between, alone and behind others, in blocks of one or several splits: the
+    bits of norms, rotations, cache writes and attention one after the other."""
+    generator = np.random.default_rng(heads + last)
+    bench = Bench()
+    q, k, v = (
+        bench.input(name, generator.standard_normal((64, w * width), np.float32))
+        for name, w in (("q", heads), ("k", kv), ("v", kv))
+    )
+    for name in ("keys", "values"):
+        bench.states[name] = CacheState(name, kv * width)
+        weight = 1 + generator.standard_normal(width, np.float32) / 8
+        bench.weights[f"{name} norm"] = tensor(f"{name} norm", (width,), "F32", weight)
+    out = bench.buffer("out", heads * width)
+    queries, keys, values = (View(x.buffer, 0, width, w, width) for x, w in ((q, heads), (k, kv), (v, kv)))
+    outs = View(out.buffer, 0, width, heads, width)
+    turn = tuple(1e4 ** (-2 * i / width) for i in range(width // 2 - (pairs == "neighbours")))
+    ops: list[Op] = [RmsNorm("norm keys", keys, keys, "keys norm", 1e-6)]
+    if pairs == "halves":
+        ops.append(RmsNorm("norm queries", queries, queries, "values norm", 1e-5))
+    ops += [Rope(f"turn {x.buffer}", x, x, turn, 1.0, pairs) for x in (queries, keys)]
+    ops += [CacheWrite("write keys", keys, "keys"), CacheWrite("write values", values, "values")]
+    ops.append(Attention("attention", queries, outs, "keys", "values", kv, width, width, width**-0.5))
+    program = bench.program(*ops)
+    tokens = generator.integers(0, 64, last + 1)
+    for multiprocessors in (1, 4):
+        found = []
+        for lowering in (Lowering, Unchained):
+            monkeypatch.setattr("bloomery.gpu_worker.lowering.Lowering", lowering)
+            card = EmulatedCard(program, context=192)
+            card.multiprocessors = multiprocessors
+            if last:
+                card.run(rows_of(tokens[:-1], slot=1), block=True)
+            launches = card.run(rows_of(tokens[-1:], slot=1, start=last), block=False)
+            assert (f"attend_fresh_{width}" in {each.kernel.function for each in launches}) == (lowering is Lowering)
+            found.append([card.read(outs, 1), card.areas["cache keys"].copy(), card.areas["cache values"].copy()])
+        for one, other in zip(*found, strict=True):
+            assert np.array_equal(one, other)
 
 
 def test_what_is_chained() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from card_stand import NoCard
 from deepseek_data import tiny4, tiny41
+from emulated_card import source_of
 from oracle_data import QUANTISED, TINY, f32_file, quantised_file
 
 from bloomery.gpu_worker import compile_cache
@@ -28,7 +29,7 @@ from bloomery.runtime.program import Program
 from bloomery.runtime.split_program import card_part
 
 STEP = ("Jobs", 20), ("Input", 6), ("Cache", 3), ("HeadJobs", 36), ("Ring", 5), ("Groups", 7), ("Choice", 7)
-STEP += ("Scored", 10), ("Normed", 10), ("Residual", 4)
+STEP += ("Scored", 10), ("Fresh", 13), ("Normed", 10), ("Residual", 4)
 """Parameters that are structs of words, and of how many."""
 
 
@@ -38,11 +39,11 @@ def program_of(path: Path) -> Program:
 
 def parameter_words(file: str, function: str) -> int:
     """How many 8-byte words a kernel takes, counted in its source; macros are looked into."""
-    source = (compile_cache.KERNELS / f"{file}.cu").read_text(encoding="utf-8").replace("\\\n", "\n")
+    source = source_of(file)
     name = re.sub(r"_(1|2|4|8)$", "_##NR", function) if file == "matmul" else function
     name = re.sub(r"^attend_(f32|f16)(_odd)?$", "attend_##NAME", name)
     name = re.sub(r"^attend_window_.*", "attend_window_##NAME", name)
-    name = re.sub(r"^attend_cores_\d+$", "attend_cores_##WIDTH", name)
+    name = re.sub(r"^attend_(cores|fresh)_\d+$", r"attend_\1_##WIDTH", name)
     name = re.sub(r"^flash_\d+_\d+$", "flash_##KEY##_##VALUE", name)
     found = re.search(rf'extern "C" __global__ void[^;{{]*?\b{re.escape(name)}\(([^)]*)\)', source)
     assert found, f"{file}.cu has no kernel {function}"

@@ -11,6 +11,13 @@ DEVICE float silu_times(float gate, float up, float limit) {
     return gate * (1.0f / (1.0f + expf(-gate))) * up;
 }
 
+// A pair of elements turned by (cosine, sine).
+DEVICE void turn_pair(float& first, float& second, float2 turn) {
+    const float a = first, b = second;
+    first = __fmaf_rn(a, turn.x, -__fmul_rn(b, turn.y));
+    second = __fmaf_rn(a, turn.y, __fmul_rn(b, turn.x));
+}
+
 // Sum over all threads of a block (a multiple of 32, at most 1024), the same for any of them.
 DEVICE float block_sum(float x) {
     __shared__ float sums[32];

@@ -46,6 +46,13 @@ DEVICE void await_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// c and the products of four unsigned bytes with four signed ones.
+DEVICE int dot_unsigned(uint32_t a, int b, int c) {
+    int sum;
+    asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
+}
+
 // Four matrices of 8 x 8 halves: lane l brings the address of row l % 8 of matrix l / 8 and gets of each the elements
 // (l / 4, 2 (l % 4)) and the next one; transposed: (2 (l % 4), l / 4) and the one below.
 template <bool TRANSPOSED>

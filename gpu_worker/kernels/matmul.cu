@@ -5,6 +5,7 @@
 #include "products.cuh"
 #include "q8_k.cuh"
 #include "router.cuh"
+#include "units.cuh"
 
 typedef QUANT Quant;
 
@@ -60,11 +61,61 @@ DEVICE uint8_t* warp_ring(uint8_t* rings) { return rings + (threadIdx.x / 32) * 
 
 // An activation row of a quantised form to shared memory, its scales after its values, so that the way to the second-level
 // cache is gone once and not once a chunk. Widths are multiples of 32.
+template <bool SWIZZLED = false>
 DEVICE void copy_row(const Activations& x, int width, uint8_t* to, int thread, int threads) {
-    for (int i = 8 * thread; i < width; i += 8 * threads)
-        *reinterpret_cast<int2*>(to + i) = *reinterpret_cast<const int2*>(x.values + i);
-    for (int i = 8 * thread; i < width / 4; i += 8 * threads)
-        *reinterpret_cast<int2*>(to + width + i) = *reinterpret_cast<const int2*>(x.scales + i);
+    const int pieces = width / 16, all = pieces + width / 64;
+    constexpr int AT_ONCE = 4;
+    for (int from = thread; from < all; from += AT_ONCE * threads) {
+        int4 held[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k) {
+            const int i = from + k * threads;
+            if (i < all) held[k] = *reinterpret_cast<const int4*>(i < pieces ? x.values + 16 * i : x.scales + 16 * (i - pieces));
+        }
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k) {
+            const int i = from + k * threads;
+            if (i < all) *reinterpret_cast<int4*>(to + (i < pieces ? place_of_piece<SWIZZLED>(i) : 16 * i)) = held[k];
+        }
+    }
+    for (int i = width / 64 * 2 + thread; i < width / 32; i += threads)  // where scales are no multiple of 16 bytes
+        *reinterpret_cast<int2*>(to + width + 8 * i) = *reinterpret_cast<const int2*>(x.scales + 8 * i);
+}
+
+// Dynamic shared memory, for one row: x (width * 5 / 4 bytes). `first` and `step` count sets of as many weight rows as a warp
+// has at a time.
+template <int NR>
+DEVICE void unit_matmul(const Job& job, const uint8_t* weights, word row_bytes, const Activations& x, int rows, int width,
+                        float* out, int first, int step, const Residual& residual) {
+    if constexpr (Units<Quant>::HAS) {
+        DYNAMIC_SHARED(uint8_t, held);
+        const int bits = row_bits(width), mine = row_of_lane(width), outputs = int(job.outputs);
+        const bool leads = leads_row(width);
+        auto output_of = [&](int set) { return (set << bits) + mine; };
+        const Activations given = NR == 1 ? Activations{held, held + width, 0} : x;
+        float fetched = 0.0f;  // what is added to the first result of one row
+        auto ready = [&] {
+            await_previous();
+            if (NR == 1) {
+                copy_row<true>(x, width, held, threadIdx.x, blockDim.x);
+                if (residual.plus && leads && output_of(first) < outputs) fetched = residual.plus[output_of(first)];
+                __syncthreads();
+            }
+        };
+        unit_products<Quant, NR, NR == 1>(
+            first, step, (outputs + (1 << bits) - 1) >> bits, width, rows,
+            [&](int set) { return row_at(weights, min(output_of(set), outputs - 1), row_bytes); },
+            [&](int) { return given; }, ready,
+            [&](int set, int row, float sum) {
+                const int output = output_of(set);
+                if (!leads || output >= outputs) return;
+                if (job.bias) sum += job.bias[output];
+                out[row * job.out_stride + output] = sum;
+                if (!residual.plus) return;
+                const float plus = NR == 1 && set == first ? fetched : residual.plus[row * residual.plus_stride + output];
+                residual.sum[row * residual.sum_stride + output] = plus + sum;
+            });
+    }
 }
 
 // Grid (blocks of warps, jobs * heads). Head h of a job has its own matrix, part of x and part of out.
@@ -72,7 +123,6 @@ template <int NR>
 DEVICE void matmul(const Jobs& jobs, const uint8_t* values, const uint8_t* scales, word x_stride, word rows, word width,
                    word row_bytes, word heads, word head_values, word head_scales, word head_out,
                    const Residual& residual) {
-    __shared__ __align__(16) uint8_t rings[WARPS * ring_bytes<Quant>()];
     let_next_begin();
     const int head = blockIdx.y % int(heads);
     const Job job = jobs.job[blockIdx.y / int(heads)];
@@ -80,14 +130,19 @@ DEVICE void matmul(const Jobs& jobs, const uint8_t* values, const uint8_t* scale
     const uint8_t* weights = job.weights + head * row_bytes * job.outputs;
     float* out = job.out + head * head_out;
     const int first = threadIdx.x / 32 * gridDim.x + blockIdx.x, step = gridDim.x * WARPS;  // blocks get as much each
-    Results<NR> results(job, residual);
-    auto ready = [&] { await_previous(), results.fetch(first, step); };
-    products<Quant, NR>(weights, row_bytes, int(job.outputs), int(width), x, int(rows), first, step, warp_ring(rings), ready,
-                        [&](int output, int row, float sum) { results.put(out, output, row, sum); });
+    if constexpr (Units<Quant>::HAS) {
+        unit_matmul<NR>(job, weights, row_bytes, x, int(rows), int(width), out, first, step, residual);
+    } else {
+        __shared__ __align__(16) uint8_t rings[WARPS * ring_bytes<Quant>()];
+        Results<NR> results(job, residual);
+        auto ready = [&] { await_previous(), results.fetch(first, step); };
+        products<Quant, NR>(weights, row_bytes, int(job.outputs), int(width), x, int(rows), first, step, warp_ring(rings),
+                            ready, [&](int output, int row, float sum) { results.put(out, output, row, sum); });
+    }
 }
 
 #define MATMUL(NR)                                                                                                     \
-    extern "C" __global__ void __launch_bounds__(32 * WARPS, NR == 1 ? 7 : 1)                                          \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS, NR == 1 ? Units<Quant>::BLOCKS : 1)                                          \
         matmul_##NR(Jobs jobs, const uint8_t* values, const uint8_t* scales, word x_stride, word rows, word width,     \
                     word row_bytes, word heads, word head_values, word head_scales, word head_out,                     \
                     Residual residual) {                                                                               \
@@ -104,7 +159,6 @@ MATMUL(8)
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     experts(Jobs jobs, const uint8_t* values, const uint8_t* scales, word x_stride, word x_of_each_item, const int* ids,
             word ids_stride, word used, const int* slots, word width, word row_bytes) {
-    __shared__ __align__(16) uint8_t rings[WARPS * ring_bytes<Quant>()];
     begin();
     const Job job = jobs.job[blockIdx.z];
     const int item = blockIdx.y, row = item / int(used);
@@ -116,11 +170,26 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     }
     const word at = (x_of_each_item ? item : row) * x_stride;
     const Activations x = {values + at, scales + at, x_stride};
-    const int warp = blockIdx.x * WARPS + threadIdx.x / 32;
-    products<Quant, 1>(job.weights + slot * row_bytes * job.outputs, row_bytes, int(job.outputs), int(width), x, 1, warp,
-                       gridDim.x * WARPS, warp_ring(rings), [] {}, [&](int output, int, float sum) {
-                           if ((threadIdx.x & 31) == 0) out[output] = sum;
-                       });
+    const int warp = blockIdx.x * WARPS + threadIdx.x / 32, step = gridDim.x * WARPS;
+    const uint8_t* weights = job.weights + slot * row_bytes * job.outputs;
+    if constexpr (Units<Quant>::HAS) {
+        const int bits = row_bits(int(width)), mine = row_of_lane(int(width)), outputs = int(job.outputs);
+        const bool leads = leads_row(int(width));
+        unit_products<Quant, 1, false>(
+            warp, step, (outputs + (1 << bits) - 1) >> bits, int(width), 1,
+            [&](int set) { return row_at(weights, min((set << bits) + mine, outputs - 1), row_bytes); },
+            [&](int) { return x; }, [] {},
+            [&](int set, int, float sum) {
+                const int output = (set << bits) + mine;
+                if (leads && output < outputs) out[output] = sum;
+            });
+    } else {
+        __shared__ __align__(16) uint8_t rings[WARPS * ring_bytes<Quant>()];
+        products<Quant, 1>(weights, row_bytes, int(job.outputs), int(width), x, 1, warp, step, warp_ring(rings), [] {},
+                           [&](int output, int, float sum) {
+                               if ((threadIdx.x & 31) == 0) out[output] = sum;
+                           });
+    }
 }
 
 // Grid (experts / WARPS, rows); dynamic shared memory 4 * (2 * experts + groups) bytes. The router's product and, by the
@@ -158,15 +227,55 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 
 // Products of a norm's row: see `matmul`. Grid blocks, NORM_THREADS threads that share the jobs' pairs of outputs; dynamic
 // shared memory: the warps' rings, the normed row, and the same as Q8_K (width * 5 / 4 bytes).
-extern "C" __global__ void __launch_bounds__(NORM_THREADS, 2) normed_matmul(Jobs jobs, Normed norm, word row_bytes) {
+extern "C" __global__ void __launch_bounds__(NORM_THREADS, Units<Quant>::RESIDENT) normed_matmul(Jobs jobs, Normed norm, word row_bytes) {
     DYNAMIC_SHARED(uint8_t, memory);
     let_next_begin();
     if constexpr (Quant::FORM == FORM_Q8_K) {
         constexpr int ALL = NORM_THREADS / 32;
+        constexpr bool UNITS = Units<Quant>::HAS;
         const int width = int(norm.width), first = threadIdx.x / 32 * gridDim.x + blockIdx.x, step = gridDim.x * ALL;
-        float* kept = reinterpret_cast<float*>(memory + ALL * ring_bytes<Quant>());
+        float* kept = reinterpret_cast<float*>(memory + (UNITS ? 0 : ALL * ring_bytes<Quant>()));
         uint8_t* rounded = reinterpret_cast<uint8_t*>(kept + width);
         const Activations x = {rounded, rounded + width, 0};
+        NormedRow normed;
+        if (UNITS) normed.load(norm, 0, await_previous);  // before the weights: what is loaded comes in order
+        auto ready = [&] {
+            if (!UNITS) normed.load(norm, 0, await_previous);
+            normed.finish(norm, 0, kept);
+            __syncthreads();
+            round_row<UNITS>(kept, width, rounded, rounded + width);
+            if (blockIdx.x == 0 && norm.q_stride) round_row(kept, width, norm.values, norm.scales, ALL / 2);
+            if (blockIdx.x == 0)
+                for (int i = threadIdx.x; i < width; i += NORM_THREADS) norm.out[i] = kept[i];
+            __syncthreads();
+        };
+        if constexpr (UNITS) {
+            const int bits = row_bits(width), mine = row_of_lane(width);
+            int ends[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) ends[j] = int(jobs.job[j].outputs) + (j ? ends[j - 1] : 0);
+            const bool leads = leads_row(width);
+            auto job_of = [&](int set, int& output) -> const Job& {  // the last row again for those beyond
+                const int row = min((set << bits) + mine, ends[3] - 1);
+                const int which = int(row >= ends[0]) + int(row >= ends[1]) + int(row >= ends[2]);
+                output = row - (which == 0 ? 0 : which == 1 ? ends[0] : which == 2 ? ends[1] : ends[2]);
+                return jobs.job[which];
+            };
+            unit_products<Quant, 1, true>(
+                first, step, (ends[3] + (1 << bits) - 1) >> bits, width, 1,
+                [&](int set) {
+                    int output;
+                    const Job& job = job_of(set, output);
+                    return row_at(job.weights, output, row_bytes);
+                },
+                [&](int) { return x; }, ready,
+                [&](int set, int, float sum) {
+                    int output;
+                    const Job& job = job_of(set, output);
+                    if (leads) job.out[output] = job.bias ? sum + job.bias[output] : sum;
+                });
+            return;
+        }
         int pairs = 0;
 #pragma unroll
         for (int j = 0; j < 4; ++j) pairs += int(jobs.job[j].outputs + 1) / 2;
@@ -175,15 +284,6 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS, 2) normed_matmul(Jobs
             while (pair >= int(jobs.job[which].outputs + 1) / 2) pair -= int(jobs.job[which++].outputs + 1) / 2;
             output = 2 * pair + m;
             return which;
-        };
-        auto ready = [&] {
-            norm_row(norm, 0, kept, await_previous);
-            __syncthreads();
-            round_row(kept, width, rounded, rounded + width);
-            if (blockIdx.x == 0 && norm.q_stride) round_row(kept, width, norm.values, norm.scales);
-            if (blockIdx.x == 0)
-                for (int i = threadIdx.x; i < width; i += NORM_THREADS) norm.out[i] = kept[i];
-            __syncthreads();
         };
         products_of<Quant, 1>(
             first < pairs ? (pairs - first + step - 1) / step : 0, row_bytes, width, 1,
@@ -204,34 +304,32 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS, 2) normed_matmul(Jobs
 }
 
 // A router's scores of a norm's rows, f32, each summed as float_products does. Grid (outputs / WARPS, rows), NORM_THREADS
-// threads, of which WARPS warps form products; dynamic shared memory: the normed row.
-extern "C" __global__ void __launch_bounds__(NORM_THREADS)
+// threads, of which WARPS warps form products; dynamic shared memory: the normed row, WARPS weight rows.
+extern "C" __global__ void __launch_bounds__(NORM_THREADS, 2)
     normed_scores(const uint8_t* weights, word row_bytes, word outputs, Normed norm, float* logits, word logits_row) {
     DYNAMIC_SHARED(float, kept);
     let_next_begin();
     if constexpr (Quant::FORM == FORM_FLOAT && Quant::BYTES == 4) {
-        constexpr int HELD = 16;
         const int lane = threadIdx.x & 31, output = blockIdx.x * WARPS + threadIdx.x / 32, row = blockIdx.y;
         const int width = int(norm.width), pieces = width / 4;
         const bool mine = threadIdx.x < 32 * WARPS && output < outputs;
-        const float4* from = reinterpret_cast<const float4*>(weights + output * row_bytes);
-        float4 held[HELD];
-#pragma unroll
-        for (int i = 0; i < HELD; ++i)
-            held[i] = mine && lane + 32 * i < pieces ? __ldcs(from + lane + 32 * i) : make_float4(0, 0, 0, 0);
-        norm_row(norm, row, kept, await_previous);
+        float4* held = reinterpret_cast<float4*>(kept + width) + threadIdx.x / 32 * pieces;
+        if (mine)  // a lane reads what it copied itself
+            for (int i = lane; i < pieces; i += 32) copy_async(held + i, weights + output * row_bytes + 16 * i);
+        commit_copies();
+        NormedRow normed;
+        normed.load(norm, row, await_previous);
+        normed.finish(norm, row, kept);
+        await_copies<0>();
         __syncthreads();
         if (mine) {
             float total = 0.0f;
-            auto add = [&](float4 w, int piece) {
-                const float4 v = reinterpret_cast<const float4*>(kept)[piece];
+#pragma unroll 4
+            for (int i = lane; i < pieces; i += 32) {
+                const float4 w = held[i], v = reinterpret_cast<const float4*>(kept)[i];
                 total = __fmaf_rn(w.x, v.x, total), total = __fmaf_rn(w.y, v.y, total);
                 total = __fmaf_rn(w.z, v.z, total), total = __fmaf_rn(w.w, v.w, total);
-            };
-#pragma unroll
-            for (int i = 0; i < HELD; ++i)
-                if (lane + 32 * i < pieces) add(held[i], lane + 32 * i);
-            for (int piece = lane + 32 * HELD; piece < pieces; piece += 32) add(from[piece], piece);
+            }
             total = warp_sum(total);
             if (lane == 0) logits[row * logits_row + output] = total;
         }
@@ -242,167 +340,7 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS)
     }
 }
 
-constexpr int OPENERS = 12;  // warps
-
-template <class Quant>
-DEVICE void open_items(const uint8_t* gate, const uint8_t* up, float* out, word outputs, const Activations& x, word width,
-                       word row_bytes, uint8_t* ring, float limit) {
-    if constexpr (Quant::FORM != FORM_FLOAT) {
-        const int first = threadIdx.x / 32 * gridDim.x + blockIdx.x, step = gridDim.x * OPENERS;
-        float opened = 0.0f;
-        products_of<Quant, 1>(
-            first < outputs ? (int(outputs) - first + step - 1) / step : 0, row_bytes, int(width), 1, ring,
-            [&](int set, int m) { return (m ? up : gate) + (first + set * step) * row_bytes; },
-            [&](int) { return x; }, [] {},
-            [&](int set, int m, int, float sum) {
-                if (m == 0)
-                    opened = sum;
-                else if ((threadIdx.x & 31) == 0)
-                    out[first + set * step] = silu_times(opened, sum, limit);
-            });
-    }
-}
-
-// Grid (blocks of warps, items): silu(gate) * up of every item; a warp takes the same row of both. See `experts`. With
-// scores the choice is made here, by every block for itself, and written to ids and mix. Dynamic shared memory: the
-// rings, and x (width * 5 / 4 bytes).
-// Bounds are those of 64 registers, so that blocks of close_experts find room beside.
-extern "C" __global__ void __launch_bounds__(512, 2)
-    open_experts(const uint8_t* gate, const uint8_t* up, float* out, word out_stride, word outputs, const uint8_t* values,
-                 const uint8_t* scales, word x_stride, int* ids, word ids_stride, float* mix, word mix_stride, word used,
-                 const int* slots, word width, word row_bytes, double limit, Scored scored) {
-    DYNAMIC_SHARED(uint8_t, rings);
-    __shared__ int chosen, map[MOST_CHOSEN_FROM];
-    if (scored.logits)
-        for (int i = threadIdx.x; i < scored.how.experts; i += blockDim.x) map[i] = slots[i];
-    __syncthreads();
-    await_previous();
-    let_next_begin();  // the next kernel may rely on everything before this one
-    const int item = blockIdx.y, row = item / int(used), rank = item % int(used);
-    uint8_t* held = rings + OPENERS * ring_bytes<Quant>();
-    if (threadIdx.x < 32) {
-        const int lane = threadIdx.x;
-        if (scored.logits) {
-            const Chosen mine = choose(scored, row);
-            if (lane == rank) {
-                chosen = map[mine.expert];
-                if (blockIdx.x == 0) ids[row * ids_stride + rank] = mine.expert, mix[row * mix_stride + rank] = mine.mix;
-            }
-        } else if (lane == 0) {
-            chosen = slots[ids[row * ids_stride + rank]];
-        }
-    } else if (Quant::FORM != FORM_FLOAT) {
-        const Activations given = {values + row * x_stride, scales + row * x_stride, x_stride};
-        copy_row(given, int(width), held, threadIdx.x - 32, blockDim.x - 32);
-    }
-    __syncthreads();
-    const int slot = chosen;
-    out += item * out_stride;
-    if (slot < 0) {
-        for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < outputs; i += gridDim.x * blockDim.x) out[i] = 0.0f;
-        return;
-    }
-    const word at = slot * row_bytes * outputs;
-    const Activations x = {held, held + width, 0};
-    open_items<Quant>(gate + at, up + at, out, outputs, x, width, row_bytes, warp_ring(rings), float(limit));
-}
-
-constexpr int MOST_USED = 16;
-
-template <class Quant, class Ready>
-DEVICE void close_item(const uint8_t* down, word outputs, uint8_t* hidden, word width, word row_bytes, uint8_t* ring,
-                       const float* opened, float* sums, Ready ready) {
-    if constexpr (Quant::FORM == FORM_Q8_K) {
-        const int pairs = int(outputs + 1) / 2, first = blockIdx.x, step = gridDim.x, lane = threadIdx.x & 31;
-        const Activations x = {hidden, hidden + width, 0};
-        auto quantise = [&] {
-            ready();
-            constexpr int AT_ONCE = 4;
-            for (int from = 0; from < width; from += 256 * AT_ONCE) {
-                float4 low[AT_ONCE], high[AT_ONCE];
-#pragma unroll
-                for (int i = 0; i < AT_ONCE; ++i) {
-                    const float4* source = reinterpret_cast<const float4*>(opened + from + 256 * i + 8 * lane);
-                    if (from + 256 * i < width) low[i] = source[0], high[i] = source[1];
-                }
-#pragma unroll
-                for (int i = 0; i < AT_ONCE; ++i) {
-                    const int at = from + 256 * i;
-                    if (at >= width) break;
-                    const float v[8] = {low[i].x,  low[i].y,  low[i].z,  low[i].w,
-                                        high[i].x, high[i].y, high[i].z, high[i].w};
-                    write_q8_k(v, hidden + at, hidden + width + at / 32 * 8);
-                }
-            }
-            __syncwarp();
-        };
-        products_of<Quant, 1>(
-            (pairs - first + step - 1) / step, row_bytes, int(width), 1, ring,
-            [&](int set, int m) { return down + min(2 * (first + set * step) + m, int(outputs) - 1) * row_bytes; },
-            [&](int) { return x; }, quantise,
-            [&](int set, int m, int, float sum) {
-                if (lane == 0) sums[2 * set + m] = sum;
-            });
-    }
-}
-
-// Grid (blocks that share the pairs of outputs, rows), a warp for each item of a row; dynamic shared memory: the warps'
-// rings, the items' hidden rows as Q8_K (width * 5 / 4 bytes), their sums. The hidden rows are f32 and rounded by every
-// block for itself; a row's items are summed by ranks, as experts_sum does, and the residual added.
-extern "C" __global__ void __launch_bounds__(32 * MOST_USED)
-    close_experts(const uint8_t* down, float* out, word out_stride, word outputs, const float* opened, word opened_stride,
-                  const int* ids, word ids_stride, const float* mix, word mix_stride, word used, const int* slots,
-                  word width, word row_bytes, Scored scored, Residual residual) {
-    DYNAMIC_SHARED(uint8_t, memory);
-    __shared__ int places[MOST_USED];
-    __shared__ float mixes[MOST_USED];
-    let_next_begin();
-    if constexpr (Quant::FORM == FORM_Q8_K) {
-        const int row = blockIdx.y, item = threadIdx.x / 32, pairs = int(outputs + 1) / 2, lane = threadIdx.x & 31;
-        const int each = 2 * ((pairs + int(gridDim.x) - 1) / int(gridDim.x));
-        uint8_t* hidden = memory + used * ring_bytes<Quant>();
-        float* sums = reinterpret_cast<float*>(hidden + used * (width / 4 * 5));
-        // the kernel before waited for the router's end before it let this one begin
-        if (item == 0) {
-            if (scored.logits) {
-                const Chosen mine = choose(scored, row);
-                if (lane < used) places[lane] = __ldcg(slots + mine.expert), mixes[lane] = mine.mix;
-            } else if (lane < used) {
-                places[lane] = __ldcg(slots + __ldcg(ids + row * ids_stride + lane));
-                mixes[lane] = __ldcg(mix + row * mix_stride + lane);
-            }
-        }
-        __syncthreads();
-        const int slot = places[item], own = threadIdx.x;  // an output whose residual is fetched before the products
-        const int own_output = 2 * (int(blockIdx.x) + own / 2 * int(gridDim.x)) + (own & 1);
-        float before = 0.0f;
-        auto ready = [&] {
-            await_previous();
-            if (residual.plus && own < each && own_output < outputs)
-                before = residual.plus[row * residual.plus_stride + own_output];
-        };
-        if (slot < 0) {
-            ready();
-            for (int i = lane; i < each; i += 32) sums[item * each + i] = 0.0f;
-        } else {
-            close_item<Quant>(down + slot * row_bytes * outputs, outputs, hidden + item * (width / 4 * 5), width, row_bytes,
-                              memory + item * ring_bytes<Quant>(), opened + (row * used + item) * opened_stride,
-                              sums + item * each, ready);
-        }
-        __syncthreads();
-        for (int i = threadIdx.x; i < each; i += blockDim.x) {
-            const int output = 2 * (int(blockIdx.x) + i / 2 * int(gridDim.x)) + (i & 1);
-            if (output >= outputs) continue;
-            float total = 0.0f;
-            for (int a = 0; a < used; ++a) total = __fadd_rn(total, __fmul_rn(mixes[a], sums[a * each + i]));
-            out[row * out_stride + output] = total;
-            if (residual.plus) {
-                if (i != own) before = residual.plus[row * residual.plus_stride + output];
-                residual.sum[row * residual.sum_stride + output] = before + total;
-            }
-        }
-    }
-}
+#include "experts.cuh"
 
 template <class Quant>
 DEVICE void embed_part(const uint8_t* row, int index, int width, float* out) {

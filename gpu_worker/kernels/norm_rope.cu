@@ -32,10 +32,9 @@ extern "C" __global__ void rope(const float2* table, word pairs, const float* x,
     out += blockIdx.y * out_row + blockIdx.x * out_head;
     for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
         const int first = halves ? i : 2 * i, second = halves ? i + int(pairs) : 2 * i + 1;
-        const float2 turn = table[blockIdx.y * pairs + i];
-        const float a = x[first], b = x[second];
-        out[first] = a * turn.x - b * turn.y;
-        out[second] = a * turn.y + b * turn.x;
+        float a = x[first], b = x[second];
+        turn_pair(a, b, table[blockIdx.y * pairs + i]);
+        out[first] = a, out[second] = b;
     }
     if (x != out)
         for (int i = 2 * int(pairs) + threadIdx.x; i < width; i += blockDim.x) out[i] = x[i];
@@ -108,10 +107,7 @@ DEVICE void prepare_heads(const HeadJobs& jobs, const float2* table, word pairs,
     if (job.rotated) {
         for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
             const int first = halves ? i : 2 * i, second = halves ? i + int(pairs) : 2 * i + 1;
-            const float2 turn = table[row * pairs + i];
-            const float a = head[first], b = head[second];
-            head[first] = a * turn.x - b * turn.y;
-            head[second] = a * turn.y + b * turn.x;
+            turn_pair(head[first], head[second], table[row * pairs + i]);
         }
         __syncthreads();
     }

@@ -77,62 +77,16 @@ DEVICE void route_row(const float* logits, int* ids, float* mix, const float* bi
     for (int k = lane; k < how.used; k += 32) mix[k] = mix[k] / divisor * float(how.scale);
 }
 
-// Lane k's: the k-th expert chosen and its mixing weight.
-struct Chosen {
-    int expert;
-    float mix;
-};
+constexpr int MOST_CHOSEN_FROM = 256, MOST_USED = 16;
 
-// route_row for experts of one group, 32 * EACH of them at most, bit for bit, in registers. Called by all lanes of a warp.
-template <int EACH>
-DEVICE Chosen choose_of(const float* logits, const float* bias, const Choice& how) {
-    const int lane = threadIdx.x & 31, n = int(how.experts);
-    float score[EACH];
-    uint32_t rank[EACH];
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) score[i] = 32 * i + lane < n ? __ldcg(logits + 32 * i + lane) : -INFINITY;
-    if (how.sigmoid) {
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) score[i] = 1.0f / (1.0f + expf(-score[i]));
-    } else {
-        float top = -INFINITY, sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) top = fmaxf(top, score[i]);
-#pragma unroll
-        for (int distance = 16; distance; distance >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
-#pragma unroll
-        for (int i = 0; i < EACH; ++i)
-            if (32 * i + lane < n) sum += score[i] = expf(score[i] - top);
-        sum = lanes_sum(sum);
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) score[i] /= sum;
-    }
-#pragma unroll
-    for (int i = 0; i < EACH; ++i)
-        rank[i] = 32 * i + lane < n ? rank_of(bias ? score[i] + bias[32 * i + lane] : score[i]) : 0;
-    Chosen mine = {0, 0.0f};
-    float total = 0.0f;
-    for (int k = 0; k < how.used; ++k) {
-        uint32_t best = 0, at = ~0u;
-#pragma unroll
-        for (int i = 0; i < EACH; ++i)
-            if (rank[i] > best) best = rank[i], at = 32 * i + lane;
-        const uint32_t top = __reduce_max_sync(~0u, best);
-        const uint32_t index = __reduce_min_sync(~0u, best == top ? at : ~0u);
-        float owned = 0.0f;
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-            if (int(index / 32) == i) owned = score[i];
-            if (index == 32 * i + lane) rank[i] = 0;
-        }
-        const float value = __shfl_sync(~0u, owned, index & 31);
-        if (lane == k) mine.expert = int(index), mine.mix = value;
-        total = __fadd_rn(total, value);
-    }
-    const float divisor = how.normalise ? fmaxf(total, 6.103515625e-05f) : 1.0f;
-    mine.mix = mine.mix / divisor * float(how.scale);
-    return mine;
-}
+// A choice made by all threads of a block, in shared memory.
+struct BlockChoice {
+    float scores[MOST_CHOSEN_FROM];
+    __align__(16) uint32_t ranks[MOST_CHOSEN_FROM];
+    int places[MOST_CHOSEN_FROM];  // how many come before an expert
+    int experts[MOST_USED];
+    unsigned taken, twice;  // of the places below `used`
+};
 
 // Scores of which those who use a choice make it for themselves; without `logits` it has been made and lies in memory.
 struct Scored {
@@ -141,9 +95,99 @@ struct Scored {
     const float* bias;
     Choice how;
 };
-constexpr int MOST_CHOSEN_FROM = 256;
-DEVICE Chosen choose(const Scored& scored, int row) {
-    const float* logits = scored.logits + row * scored.logits_row;
-    return scored.how.experts <= 128 ? choose_of<4>(logits, scored.bias, scored.how)
-                                     : choose_of<8>(logits, scored.bias, scored.how);
+
+// A warp's scores of experts 32 * i + lane, as route_row makes them.
+template <int EACH>
+DEVICE void scores_of(const Choice& how, float (&score)[EACH]) {
+    const int lane = threadIdx.x & 31, n = int(how.experts);
+    if (how.sigmoid) {
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) score[i] = 1.0f / (1.0f + expf(-score[i]));
+        return;
+    }
+    float top = -INFINITY, sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) top = fmaxf(top, score[i]);
+#pragma unroll
+    for (int distance = 16; distance; distance >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+        if (32 * i + lane < n) sum += score[i] = expf(score[i] - top);
+    sum = lanes_sum(sum);
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) score[i] /= sum;
+}
+
+template <int EACH>
+DEVICE void choose_of(const Scored& scored, int row, BlockChoice& choice) {
+    const int n = int(scored.how.experts), used = int(scored.how.used), lane = threadIdx.x & 31;
+    if (threadIdx.x < 32) {  // one warp, so that the others do not take turns with it
+        const float* logits = scored.logits + row * scored.logits_row;
+        float score[EACH], bias[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const int expert = 32 * i + lane;
+            score[i] = expert < n ? __ldcg(logits + expert) : -INFINITY;
+            bias[i] = scored.bias && expert < n ? scored.bias[expert] : 0.0f;
+        }
+        scores_of<EACH>(scored.how, score);
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const int expert = 32 * i + lane;
+            choice.scores[expert] = score[i];
+            choice.ranks[expert] = expert < n ? rank_of(scored.bias ? score[i] + bias[i] : score[i]) : 0;
+            choice.places[expert] = 0;
+        }
+        if (lane == 0) choice.taken = choice.twice = 0;
+    }
+    __syncthreads();
+    // of each expert how many rank higher, in parts
+    const int padded = 32 * EACH, parts = max(1, int(blockDim.x) / padded), each = (padded / 4 + parts - 1) / parts;
+    for (int i = threadIdx.x; i < parts * padded; i += blockDim.x) {
+        const int expert = i % padded, begin = i / padded * each, end = min(padded / 4, begin + each);
+        const uint32_t mine = choice.ranks[expert];
+        int higher = 0;
+#pragma unroll 4
+        for (int k = begin; k < end; ++k) {
+            const uint4 other = reinterpret_cast<const uint4*>(choice.ranks)[k];
+            higher += int(other.x > mine) + int(other.y > mine) + int(other.z > mine) + int(other.w > mine);
+        }
+        if (higher) atomicAdd(&choice.places[expert], higher);
+    }
+    __syncthreads();
+    for (int expert = threadIdx.x; expert < n; expert += blockDim.x) {
+        const int place = choice.places[expert];
+        if (place >= used) continue;
+        if (atomicOr(&choice.taken, 1u << place) >> place & 1)
+            choice.twice = 1;
+        else
+            choice.experts[place] = expert;
+    }
+    __syncthreads();
+    if (!choice.twice) return;
+    for (int expert = threadIdx.x; expert < n; expert += blockDim.x) {  // of equal ranks the lower index comes first
+        int place = choice.places[expert];
+        if (place >= used) continue;
+        for (int i = 0; i < expert; ++i) place += choice.ranks[i] == choice.ranks[expert];
+        if (place < used) choice.experts[place] = expert;
+    }
+    __syncthreads();
+}
+
+// route_row's choice of experts of one group, MOST_CHOSEN_FROM of them at most. All threads of the block call it.
+DEVICE void choose(const Scored& scored, int row, BlockChoice& choice) {
+    if (scored.how.experts <= 128)
+        choose_of<4>(scored, row, choice);
+    else
+        choose_of<8>(scored, row, choice);
+}
+
+// The mixing weight of the expert chosen `rank`-th, as route_row makes it. All lanes of a warp call it.
+DEVICE float mix_of(const Choice& how, const BlockChoice& choice, int rank) {
+    const int lane = threadIdx.x & 31;
+    const float mine = lane < how.used ? choice.scores[choice.experts[lane]] : 0.0f;
+    float total = 0.0f;
+    for (int k = 0; k < int(how.used); ++k) total = __fadd_rn(total, __shfl_sync(~0u, mine, k));
+    const float divisor = how.normalise ? fmaxf(total, 6.103515625e-05f) : 1.0f;
+    return __shfl_sync(~0u, mine, rank) / divisor * float(how.scale);
 }

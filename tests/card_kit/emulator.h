@@ -242,6 +242,7 @@ template <class T>
 T __shfl_up_sync(unsigned, T value, int distance) {
     return emulated::exchange(value, [=](int i, auto in) { return in(i < distance ? i : i - distance); });
 }
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline unsigned __ballot_sync(unsigned, bool mine) {
     return emulated::exchange(unsigned(mine), [](int, auto in) {
         unsigned all = 0;
@@ -293,6 +294,12 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
 }
 inline int __dp4a(int a, int b, int c) {
     for (int i = 0; i < 4; ++i) c += int(int8_t(a >> (8 * i))) * int(int8_t(b >> (8 * i)));
+    return c;
+}
+inline int __dp2a_lo(int a, int b, int c) { return c + int(int16_t(a)) * int8_t(b) + int(int16_t(a >> 16)) * int8_t(b >> 8); }
+inline int __dp2a_hi(int a, int b, int c) { return __dp2a_lo(a, b >> 16, c); }
+inline int dot_unsigned(uint32_t a, int b, int c) {
+    for (int i = 0; i < 4; ++i) c += int(uint8_t(a >> (8 * i))) * int(int8_t(b >> (8 * i)));
     return c;
 }
 template <class T>

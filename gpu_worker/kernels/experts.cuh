@@ -1,0 +1,212 @@
+// Routed experts of a few rows in two launches: gate and up with the choice of experts, down with the sum by ranks. A part of
+// matmul.cu, which has what it is made of (Quant, Residual, copy_row).
+#pragma once
+#include "router.cuh"
+#include "units.cuh"
+
+template <class Quant>
+DEVICE void open_items(const uint8_t* gate, const uint8_t* up, float* out, word outputs, const Activations& x, word width,
+                       word row_bytes, uint8_t* ring, float limit) {
+    const int first = threadIdx.x / 32 * gridDim.x + blockIdx.x, step = gridDim.x * int(blockDim.x / 32);
+    float opened = 0.0f;
+    if constexpr (Units<Quant>::HAS) {  // rows gate 0, up 0, gate 1, ...; where a warp has one row at a time, gate comes first
+        const int bits = row_bits(int(width)), mine = row_of_lane(int(width)), lanes = 1 << lane_bits(int(width));
+        if (bits) {
+            const bool leads = (threadIdx.x & (2 * lanes - 1)) == 0;
+            const uint8_t* own = mine & 1 ? up : gate;
+            unit_products<Quant, 1, true>(
+                first, step, (2 * int(outputs) + (1 << bits) - 1) >> bits, int(width), 1,
+                [&](int set) { return row_at(own, min(((set << bits) + mine) >> 1, int(outputs) - 1), row_bytes); },
+                [&](int) { return x; }, [] {},
+                [&](int set, int, float sum) {
+                    const float other = __shfl_xor_sync(~0u, sum, lanes);
+                    const int output = ((set << bits) + mine) >> 1;
+                    if (leads && output < outputs) out[output] = silu_times(sum, other, limit);
+                });
+        } else {  // a warp has neighbouring outputs
+            const int each = (int(outputs) + step - 1) / step, begin = first * each;
+            unit_products<Quant, 1, true>(
+                2 * begin, 1, 2 * min(begin + each, int(outputs)), int(width), 1,
+                [&](int set) { return row_at(set & 1 ? up : gate, set >> 1, row_bytes); }, [&](int) { return x; }, [] {},
+                [&](int set, int, float sum) {
+                    if (set & 1 && (threadIdx.x & 31) == 0) out[set >> 1] = silu_times(opened, sum, limit);
+                    opened = sum;
+                });
+        }
+    } else if constexpr (Quant::FORM != FORM_FLOAT) {
+        products_of<Quant, 1>(
+            first < outputs ? (int(outputs) - first + step - 1) / step : 0, row_bytes, int(width), 1, ring,
+            [&](int set, int m) { return (m ? up : gate) + (first + set * step) * row_bytes; },
+            [&](int) { return x; }, [] {},
+            [&](int set, int m, int, float sum) {
+                if (m == 0)
+                    opened = sum;
+                else if ((threadIdx.x & 31) == 0)
+                    out[first + set * step] = silu_times(opened, sum, limit);
+            });
+    }
+}
+
+// Grid (blocks of warps, ranks, rows): silu(gate) * up of every item; a warp takes the same row of both. See `experts`. With
+// scores the choice is made here, by every block for itself, and written to ids and mix. Dynamic shared memory: the
+// rings, and x (width * 5 / 4 bytes).
+// Bounds are those of 64 registers, so that blocks of close_experts find room beside.
+extern "C" __global__ void __launch_bounds__(512, Units<Quant>::RESIDENT)
+    open_experts(const uint8_t* gate, const uint8_t* up, float* out, word out_stride, word outputs, const uint8_t* values,
+                 const uint8_t* scales, word x_stride, int* ids, word ids_stride, float* mix, word mix_stride, word used,
+                 const int* slots, word width, word row_bytes, double limit, Scored scored) {
+    DYNAMIC_SHARED(uint8_t, rings);
+    __shared__ BlockChoice choice;
+    __shared__ int map[MOST_CHOSEN_FROM];
+    let_next_begin();
+    if (scored.logits)
+        for (int i = threadIdx.x; i < scored.how.experts; i += blockDim.x) map[i] = slots[i];
+    const int rank = blockIdx.y, row = blockIdx.z, item = row * int(used) + rank;
+    uint8_t* held = rings + (Units<Quant>::HAS ? 0 : blockDim.x / 32 * ring_bytes<Quant>());
+    await_previous();
+    if (Quant::FORM != FORM_FLOAT) {
+        const Activations given = {values + row * x_stride, scales + row * x_stride, x_stride};
+        copy_row<Units<Quant>::HAS>(given, int(width), held, threadIdx.x, blockDim.x);
+    }
+    int slot;
+    if (scored.logits) {
+        choose(scored, row, choice);
+        const int expert = choice.experts[rank];
+        slot = map[expert];
+        if (blockIdx.x == 0 && threadIdx.x < 32) {
+            const float mine = mix_of(scored.how, choice, rank);
+            if (threadIdx.x == 0) ids[row * ids_stride + rank] = expert, mix[row * mix_stride + rank] = mine;
+        }
+    } else {
+        slot = slots[ids[row * ids_stride + rank]];
+        __syncthreads();
+    }
+    out += item * out_stride;
+    if (slot < 0) {
+        for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < outputs; i += gridDim.x * blockDim.x) out[i] = 0.0f;
+        return;
+    }
+    const word at = slot * row_bytes * outputs;
+    const Activations x = {held, held + width, 0};
+    open_items<Quant>(gate + at, up + at, out, outputs, x, width, row_bytes, warp_ring(rings), float(limit));
+}
+
+// Weight rows that a warp of close_experts takes together, as a power of two.
+DEVICE int bits_closed(int width) {
+    if constexpr (Units<Quant>::HAS) return row_bits(width);
+    return 1;
+}
+
+template <class Quant, class Ready>
+DEVICE void close_item(const uint8_t* down, word outputs, uint8_t* hidden, word width, word row_bytes, uint8_t* ring,
+                       const float* opened, float* sums, Ready ready) {
+    if constexpr (Quant::FORM == FORM_Q8_K) {
+        constexpr bool UNITS = Units<Quant>::HAS;
+        const int first = blockIdx.x, step = gridDim.x, lane = threadIdx.x & 31;
+        const Activations x = {hidden, hidden + width, 0};
+        // The hidden row is asked for before the weights: what is loaded comes in order.
+        constexpr int AT_ONCE = 3;
+        float4 low[AT_ONCE], high[AT_ONCE];
+        auto load = [&](int from) {
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                const float4* source = reinterpret_cast<const float4*>(opened + from + 256 * i + 8 * lane);
+                if (from + 256 * i < width) low[i] = source[0], high[i] = source[1];
+            }
+        };
+        load(0);
+        ready();
+        auto quantise = [&] {
+            for (int from = 0; from < width; from += 256 * AT_ONCE) {
+                if (from) load(from);
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i) {
+                    const int at = from + 256 * i;
+                    if (at >= width) break;
+                    const float v[8] = {low[i].x,  low[i].y,  low[i].z,  low[i].w,
+                                        high[i].x, high[i].y, high[i].z, high[i].w};
+                    write_q8_k<UNITS>(v, hidden + at, hidden + width + at / 32 * 8, at / 256);
+                }
+            }
+            __syncwarp();
+        };
+        if constexpr (UNITS) {
+            const int bits = row_bits(int(width)), mine = row_of_lane(int(width));
+            const bool leads = leads_row(int(width));
+            int kept = mine;
+            unit_products<Quant, 1, true, Units<Quant>::AHEAD>(
+                first, step, (int(outputs) + (1 << bits) - 1) >> bits, int(width), 1,
+                [&](int set) { return row_at(down, min((set << bits) + mine, int(outputs) - 1), row_bytes); },
+                [&](int) { return x; }, quantise,
+                [&](int, int, float sum) {
+                    if (leads) sums[kept] = sum;
+                    kept += 1 << bits;
+                });
+            return;
+        }
+        const int pairs = int(outputs + 1) / 2, sets = (pairs - first + step - 1) / step;
+        products_of<Quant, 1>(
+            sets, row_bytes, int(width), 1, ring,
+            [&](int set, int m) { return down + min(2 * (first + set * step) + m, int(outputs) - 1) * row_bytes; },
+            [&](int) { return x; }, quantise,
+            [&](int set, int m, int, float sum) {
+                if (lane == 0) sums[2 * set + m] = sum;
+            });
+    }
+}
+
+// Grid (blocks that share the pairs of outputs, rows), a warp for each item of a row; dynamic shared memory: the warps'
+// rings, the items' hidden rows as Q8_K (width * 5 / 4 bytes), their sums (`outputs_each` of a block). The hidden rows are f32 and rounded by every
+// block for itself; a row's items are summed by ranks, as experts_sum does, and the residual added.
+extern "C" __global__ void __launch_bounds__(32 * MOST_USED)
+    close_experts(const uint8_t* down, float* out, word out_stride, word outputs, const float* opened, word opened_stride,
+                  const int* ids, word ids_stride, const float* mix, word mix_stride, word used, const int* slots,
+                  word width, word row_bytes, word outputs_each, Residual residual) {
+    DYNAMIC_SHARED(uint8_t, memory);
+    __shared__ int places[MOST_USED];
+    __shared__ float mixes[MOST_USED];
+    let_next_begin();
+    if constexpr (Quant::FORM == FORM_Q8_K) {
+        constexpr int RING = Units<Quant>::HAS ? 0 : ring_bytes<Quant>();
+        const int row = blockIdx.y, item = threadIdx.x / 32, lane = threadIdx.x & 31, bits = bits_closed(int(width));
+        const int each = int(outputs_each);
+        auto output_of = [&](int i) {
+            return (int(blockIdx.x) + (i >> bits) * int(gridDim.x)) << bits | (i & ((1 << bits) - 1));
+        };
+        uint8_t* hidden = memory + used * RING;
+        float* sums = reinterpret_cast<float*>(hidden + used * (width / 4 * 5));
+        await_previous();
+        if (threadIdx.x < used) {
+            places[threadIdx.x] = slots[ids[row * ids_stride + threadIdx.x]];
+            mixes[threadIdx.x] = mix[row * mix_stride + threadIdx.x];
+        }
+        __syncthreads();
+        const int slot = places[item], own = threadIdx.x;  // an output whose residual is fetched before the products
+        const int own_output = output_of(own);
+        float before = 0.0f;
+        auto ready = [&] {
+            if (residual.plus && own < each && own_output < outputs)
+                before = residual.plus[row * residual.plus_stride + own_output];
+        };
+        if (slot < 0) {
+            ready();
+            for (int i = lane; i < each; i += 32) sums[item * each + i] = 0.0f;
+        } else {
+            close_item<Quant>(down + slot * row_bytes * outputs, outputs, hidden + item * (width / 4 * 5), width, row_bytes,
+                              memory + item * RING, opened + (row * used + item) * opened_stride,
+                              sums + item * each, ready);
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < each; i += blockDim.x) {
+            const int output = output_of(i);
+            if (output >= outputs) continue;
+            float total = 0.0f;
+            for (int a = 0; a < used; ++a) total = __fadd_rn(total, __fmul_rn(mixes[a], sums[a * each + i]));
+            out[row * out_stride + output] = total;
+            if (residual.plus) {
+                if (i != own) before = residual.plus[row * residual.plus_stride + output];
+                residual.sum[row * residual.sum_stride + output] = before + total;
+            }
+        }
+    }
+}

@@ -1,0 +1,246 @@
+// Products with weights of Q4_K and Q6_K, straight from the card's memory to registers: a lane takes 64 weights of a row at
+// a time ("a unit": four runs of 16 of a block), so that a block's scales are taken apart once for them.
+//
+// A row has as many lanes as make two or three units each, so a warp has 1, 2, 4 or 8 rows at a time. Lane l of a row has the
+// units l, l + lanes, ...; lanes are summed at the row's end by a butterfly. The order of the sum depends on the row's
+// length only, neither on the number of activation rows nor on which warp works. See products.cuh for the other types.
+#pragma once
+#include "products.cuh"
+#include "q8_k.cuh"
+
+constexpr int UNIT = 64;
+
+// Lanes that share a row of so many elements, as a power of two. `rows_of_warp` of products.py knows the same.
+DEVICE int lane_bits(int width) {
+    const int units = width / UNIT;
+    return units >= 64 ? 5 : units >= 32 ? 4 : units >= 16 ? 3 : 2;
+}
+// Rows that a warp has at a time, as a power of two; which of them a lane's is, and whether the lane is its first.
+DEVICE int row_bits(int width) { return 5 - lane_bits(width); }
+DEVICE int row_of_lane(int width) { return int(threadIdx.x & 31) >> lane_bits(width); }
+DEVICE bool leads_row(int width) { return (threadIdx.x & ((1 << lane_bits(width)) - 1)) == 0; }
+
+// A row of a matrix of less than 4 GiB.
+DEVICE const uint8_t* row_at(const uint8_t* matrix, int row, word row_bytes) {
+    return matrix + word(uint32_t(row)) * uint32_t(row_bytes);
+}
+
+template <class Quant>
+struct Units {
+    static constexpr bool HAS = false;
+    static constexpr int BLOCKS = 7;    // of matmul_1 that a multiprocessor is to hold; `blocks_each` of products.py
+    static constexpr int RESIDENT = 2;  // of 512 threads likewise
+    static constexpr int AHEAD = 2;     // units of a lane on their way where few rows are short
+};
+
+DEVICE int dot16(uint4 q, int4 x, int sum) {
+    return __dp4a(int(q.w), x.w, __dp4a(int(q.z), x.z, __dp4a(int(q.y), x.y, __dp4a(int(q.x), x.x, sum))));
+}
+
+// Unit j of a block: groups 2j (low nibbles of 32 bytes) and 2j + 1 (high nibbles).
+template <>
+struct Units<Q4_K> {
+    static constexpr bool HAS = true;
+    static constexpr int BLOCKS = 5, RESIDENT = 2, AHEAD = 3;
+    struct Raw {
+        uint4 head, first, second;
+    };
+    struct Weights {
+        uint4 low[2], high[2];  // `high` is 16 times its values
+        int scale[2];
+        uint32_t minima;  // bytes: that of the first group twice, that of the second twice
+        float d, dmin;
+    };
+    struct Part {
+        int4 run[4];
+        int4 scales;
+    };
+    DEVICE static void fetch(const uint8_t* row, int unit, Raw& raw) {
+        const uint8_t* block = row + unit / 4 * Q4_K::BYTES;
+        const uint4* quants = reinterpret_cast<const uint4*>(block + 16 + 32 * (unit & 3));
+        raw.first = __ldcs(quants), raw.second = __ldcs(quants + 1);
+        raw.head = __ldcs(reinterpret_cast<const uint4*>(block));
+    }
+    DEVICE static uint4 both(uint4 x, uint32_t mask) {
+        return make_uint4(x.x & mask, x.y & mask, x.z & mask, x.w & mask);
+    }
+    DEVICE static void decode(const Raw& raw, int unit, Weights& w) {
+        const uint32_t a = raw.head.y, b = raw.head.z, c = raw.head.w;
+        const bool upper = unit & 2;
+        const uint32_t scales = upper ? (c & 0x0f0f0f0fu) | ((a >> 2) & 0x30303030u) : a & 0x3f3f3f3fu;
+        const uint32_t minima = upper ? ((c >> 4) & 0x0f0f0f0fu) | ((b >> 2) & 0x30303030u) : b & 0x3f3f3f3fu;
+        const int shift = 16 * (unit & 1);
+        w.scale[0] = int((scales >> shift) & 255u), w.scale[1] = int((scales >> shift) >> 8 & 255u);
+        w.minima = __byte_perm(minima >> shift, 0, 0x1100);
+        w.d = half_bits(uint16_t(raw.head.x)), w.dmin = half_bits(uint16_t(raw.head.x >> 16));
+        w.low[0] = both(raw.first, 0x0f0f0f0fu), w.low[1] = both(raw.second, 0x0f0f0f0fu);
+        w.high[0] = both(raw.first, 0xf0f0f0f0u), w.high[1] = both(raw.second, 0xf0f0f0f0u);
+    }
+    template <bool SWIZZLED>
+    DEVICE static Part part(const uint8_t* values, const uint8_t* scales, int unit) {
+        Part x;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) x.run[k] = piece_of<SWIZZLED>(values, 4 * unit + k);
+        x.scales = *reinterpret_cast<const int4*>(scales + 16 * unit);
+        return x;
+    }
+    DEVICE static float dot(const Weights& w, const Part& x, float total) {
+        const int low = dot16(w.low[1], x.run[1], dot16(w.low[0], x.run[0], 0));
+        int high = 0;
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            high = dot_unsigned(w.high[k].x, x.run[2 + k].x, high), high = dot_unsigned(w.high[k].y, x.run[2 + k].y, high);
+            high = dot_unsigned(w.high[k].z, x.run[2 + k].z, high), high = dot_unsigned(w.high[k].w, x.run[2 + k].w, high);
+        }
+        const int sum = w.scale[0] * low + w.scale[1] * (high >> 4);
+        const int least = __dp2a_lo(x.scales.y, int(w.minima), __dp2a_hi(x.scales.w, int(w.minima), 0));
+        const float dx = __int_as_float(x.scales.x);
+        total = __fmaf_rn(__fmul_rn(w.d, dx), float(sum), total);
+        return __fmaf_rn(-__fmul_rn(w.dmin, dx), float(least), total);
+    }
+};
+
+// Unit 2h + i of a block: of its half h the runs i, i + 2, i + 4, i + 6, which share 16 bytes of high bits. Blocks begin at
+// any even byte, so what surrounds 16 bytes is read and shifted.
+template <>
+struct Units<Q6_K> {
+    static constexpr bool HAS = true;
+    static constexpr int BLOCKS = 4, RESIDENT = 1, AHEAD = 2;
+    struct Raw {
+        uint4 around[3][2];
+        uint32_t scales[3];
+        uint32_t d, shift;  // `shift`: bytes of the block past a multiple of 16
+    };
+    struct Weights {
+        uint4 run[4];
+        int scale[4];
+        float d;
+    };
+    struct Part {
+        int4 run[4];
+        int sum[4];
+        float d;
+    };
+    DEVICE static void fetch(const uint8_t* row, int unit, Raw& raw) {
+        const uint8_t* block = row + unit / 4 * Q6_K::BYTES;
+        const int half = unit >> 1 & 1, i = unit & 1;
+        raw.shift = uint32_t(reinterpret_cast<uintptr_t>(block) & 15);
+        const uint8_t* before = block - raw.shift;
+        const uint4* low = reinterpret_cast<const uint4*>(before + 64 * half + 16 * i);
+        const uint4* high = reinterpret_cast<const uint4*>(before + 128 + 32 * half + 16 * i);
+        raw.around[0][0] = __ldcs(low), raw.around[0][1] = __ldcs(low + 1);
+        raw.around[1][0] = __ldcs(low + 2), raw.around[1][1] = __ldcs(low + 3);
+        raw.around[2][0] = __ldcs(high), raw.around[2][1] = __ldcs(high + 1);
+        const uint8_t* scales = block + 192 + 8 * half;
+        const int odd = int(raw.shift & 2);
+        const uint32_t* words = reinterpret_cast<const uint32_t*>(scales - odd);
+        raw.scales[0] = words[0], raw.scales[1] = words[1], raw.scales[2] = words[odd ? 2 : 1];
+        raw.d = *reinterpret_cast<const uint16_t*>(block + 208);
+    }
+    // 16 bytes that begin `shift` (even) bytes into 32.
+    DEVICE static uint4 shifted(const uint4 (&around)[2], uint32_t shift) {
+        uint32_t v[8] = {around[0].x, around[0].y, around[0].z, around[0].w,
+                         around[1].x, around[1].y, around[1].z, around[1].w};
+#pragma unroll
+        for (int k = 0; k < 6; ++k) v[k] = shift & 8 ? v[k + 2] : v[k];
+#pragma unroll
+        for (int k = 0; k < 5; ++k) v[k] = shift & 4 ? v[k + 1] : v[k];
+        const uint32_t bits = 8 * (shift & 2);
+        return make_uint4(__funnelshift_r(v[0], v[1], bits), __funnelshift_r(v[1], v[2], bits),
+                          __funnelshift_r(v[2], v[3], bits), __funnelshift_r(v[3], v[4], bits));
+    }
+    DEVICE static void decode(const Raw& raw, int unit, Weights& w) {
+        const uint4 a = shifted(raw.around[0], raw.shift), b = shifted(raw.around[1], raw.shift);
+        const uint4 q = shifted(raw.around[2], raw.shift);
+#define RUNS(C)                                                                                                        \
+    w.run[0].C = (a.C & 0x0f0f0f0fu) | ((q.C << 4) & 0x30303030u);                                                     \
+    w.run[1].C = (b.C & 0x0f0f0f0fu) | ((q.C << 2) & 0x30303030u);                                                     \
+    w.run[2].C = ((a.C >> 4) & 0x0f0f0f0fu) | (q.C & 0x30303030u);                                                     \
+    w.run[3].C = ((b.C >> 4) & 0x0f0f0f0fu) | ((q.C >> 2) & 0x30303030u);
+        RUNS(x) RUNS(y) RUNS(z) RUNS(w)
+#undef RUNS
+        const uint32_t bits = 8 * (raw.shift & 2), byte = 8 * (unit & 1);
+        const uint32_t first = __funnelshift_r(raw.scales[0], raw.scales[1], bits) >> byte;
+        const uint32_t last = __funnelshift_r(raw.scales[1], raw.scales[2], bits) >> byte;
+        w.scale[0] = int8_t(first), w.scale[1] = int8_t(first >> 16), w.scale[2] = int8_t(last), w.scale[3] = int8_t(last >> 16);
+        w.d = half_bits(uint16_t(raw.d));
+    }
+    template <bool SWIZZLED>
+    DEVICE static Part part(const uint8_t* values, const uint8_t* scales, int unit) {
+        Part x;
+        const int i = unit & 1, first = unit / 2 * 8;  // run of the half's first 16 values
+#pragma unroll
+        for (int k = 0; k < 4; ++k) x.run[k] = piece_of<SWIZZLED>(values, first + i + 2 * k);
+        const int4* groups = reinterpret_cast<const int4*>(scales + 4 * first);
+        const int4 a = groups[0], b = groups[1];
+        x.d = __int_as_float(a.x);
+        const int sums[4] = {a.y, a.w, b.y, b.w};
+#pragma unroll
+        for (int k = 0; k < 4; ++k) x.sum[k] = i ? sums[k] >> 16 : int(short(sums[k] & 0xffff));
+        return x;
+    }
+    DEVICE static float dot(const Weights& w, const Part& x, float total) {
+        int sum = 0;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) sum += w.scale[k] * dot16(w.run[k], x.run[k], -Q6_K::OFFSET * x.sum[k]);
+        return __fmaf_rn(__fmul_rn(w.d, x.d), float(sum), total);
+    }
+};
+
+// emit(set, row, sum) for the activation rows of the sets first, first + step, ... below `end`, called by all lanes with the
+// sum of their weight row, which begins at from(set), by the activations x_at(set). `ready` is called once, before
+// activations are read; weights are read before it. DEPTH units of a lane are on their way.
+template <class Quant, int NR, bool SWIZZLED, int DEPTH = 2, class From, class XAt, class Ready, class Emit>
+DEVICE void unit_products(int first, int step, int end, int width, int rows, From from, XAt x_at, Ready ready, Emit emit) {
+    typedef Units<Quant> U;
+    const int bits = lane_bits(width), lanes = 1 << bits, lane = threadIdx.x & (lanes - 1), units = width / UNIT;
+    const int last = ((units + lanes - 1) & -lanes) - lanes;  // where the first lane's last unit is
+
+    int fetch_set = first, fetch_unit = lane;
+    const uint8_t* source = nullptr;
+    auto fetch = [&](typename U::Raw& raw) {
+        if (fetch_set >= end) return;
+        if (fetch_unit < lanes) source = from(fetch_set);
+        if (fetch_unit < units) U::fetch(source, fetch_unit, raw);
+        if (fetch_unit < last)
+            fetch_unit += lanes;
+        else
+            fetch_unit = lane, fetch_set += step;
+    };
+    float total[NR];
+    int set = first, unit = lane;
+    auto use = [&](const typename U::Raw& raw) {
+        if (unit < lanes)
+#pragma unroll
+            for (int r = 0; r < NR; ++r) total[r] = 0.0f;
+        if (unit < units) {
+            typename U::Weights w;
+            U::decode(raw, unit, w);
+            const Activations x = x_at(set);
+#pragma unroll
+            for (int r = 0; r < NR; ++r) {
+                const word at = NR == 1 ? 0 : x.stride * (r < rows ? r : rows - 1);
+                total[r] = U::dot(w, U::template part<SWIZZLED>(x.values + at, x.scales + at, unit), total[r]);
+            }
+        }
+        if (unit < last) {
+            unit += lanes;
+            return;
+        }
+#pragma unroll
+        for (int r = 0; r < NR; ++r) {
+            float sum = total[r];
+            for (int distance = lanes / 2; distance; distance >>= 1) sum += __shfl_xor_sync(~0u, sum, distance);
+            if (r < rows) emit(set, r, sum);
+        }
+        unit = lane, set += step;
+    };
+    typename U::Raw raw[DEPTH];
+#pragma unroll
+    for (int d = 0; d < DEPTH; ++d) fetch(raw[d]);
+    ready();
+    while (set < end)
+#pragma unroll
+        for (int d = 0; d < DEPTH; ++d)
+            if (set < end) use(raw[d]), fetch(raw[d]);
+}
