@@ -85,6 +85,7 @@ class Worker:
         """Where stages are timed: ticks a second of the counter that times them."""
         if not self._start.time_stages:
             return {}
+        interpreter.now_ticks()  # the first call compiles it, or loads it
         begun, first = time.perf_counter(), interpreter.now_ticks()
         time.sleep(_TICK_RATE_SECONDS)
         return {"tick_rate": (interpreter.now_ticks() - first) / (time.perf_counter() - begun)}

@@ -31,12 +31,13 @@ from bloomery.launcher.command_line import (
     positive,
     program_parser,
     run_program,
+    whole,
 )
 from bloomery.launcher.demo_model import chosen_model
 from bloomery.launcher.progress import ProgressDisplay
 from bloomery.runtime.architectures import build_program
 from bloomery.runtime.bandwidth_probe import ReadCeiling
-from bloomery.runtime.daemon_config import DaemonConfig
+from bloomery.runtime.daemon_config import STEP_AHEAD, DaemonConfig
 from bloomery.runtime.memory_terms import DEFAULT_BLOCK
 from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.placement import Plan, machine_room, make_plan
@@ -135,7 +136,10 @@ def build_parser() -> Parser:
         "--card-memory", type=byte_count, metavar="SIZE", help="use at most so much of the card's memory, such as 24GiB"
     )
     card.add_argument(
-        "--step-ahead", type=positive, metavar="N", help="steps that follow one before its token is looked at (0)"
+        "--step-ahead",
+        type=whole,
+        metavar="N",
+        help=f"steps that follow one before its token is looked at ({STEP_AHEAD})",
     )
     card.add_argument(
         "--shared-blocks", action="store_true", help="short prompt blocks leave some of the experts on the host there"
@@ -324,7 +328,7 @@ def thread_rows(
                 cache_type=args.cache_type,
                 host_weights=args.host_weights,
                 plan=plan,
-                step_ahead=args.step_ahead or 0,
+                step_ahead=STEP_AHEAD if args.step_ahead is None else args.step_ahead,
                 progress=progress,
             )
             stack.callback(engine.close)
@@ -406,7 +410,7 @@ def model_facts(model: ModelFile, args: argparse.Namespace) -> dict[str, Any]:
         "model_bytes": sum(tensor.nbytes for tensor in model.tensors.values()),
         "version": version("bloomery"),
         "executor": "host",
-        "step_ahead": args.step_ahead or 0,
+        "step_ahead": STEP_AHEAD if args.step_ahead is None else args.step_ahead,
         "prompt_block": args.prompt_block or DEFAULT_BLOCK,
         "micro_batch": (args.micro_batch or MICRO_BATCH) if args.against else None,
         "cache_type": args.cache_type,

@@ -19,7 +19,7 @@ from importlib.metadata import version
 from typing import IO, NoReturn
 
 from bloomery.launcher.draft_options import DRAFT_OPTIONS, add_draft_options
-from bloomery.runtime.daemon_config import DaemonConfig
+from bloomery.runtime.daemon_config import STEP_AHEAD, DaemonConfig
 from bloomery.runtime.errors import BloomeryError, system_hint
 
 USAGE_STATUS = 2
@@ -149,6 +149,13 @@ def plain_text(text: str) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError:
         raise argparse.ArgumentTypeError(f"{data[:60]!r} is not UTF-8; convert it first") from None
+
+
+def whole(text: str) -> int:
+    """A number that is not negative, for argparse."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
+    return int(text)
 
 
 def positive(text: str) -> int:
@@ -300,9 +307,10 @@ def add_plan_options(group: argparse._ActionsContainer) -> None:
     )
     group.add_argument(
         "--step-ahead",
-        type=positive,
+        type=whole,
         metavar="N",
-        help="greedy decoding on a card: run up to N more steps before looking at a step's tokens (default 0; new)",
+        help="greedy decoding of a model whole on a card: run up to N more steps before looking at a step's tokens"
+        f" (default {STEP_AHEAD}, as many as 50 ms allow; 0: none; new)",
     )
     group.add_argument(
         "--shared-blocks",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from bloomery.runtime.cache_types import CacheType
+
+STEP_AHEAD: Final = 8
+"""Steps on the card that may follow one without a look at its tokens, unless somebody wants otherwise."""
 
 
 @dataclass(frozen=True)
@@ -57,5 +60,5 @@ class DaemonConfig:
     draft_rates: tuple[float, ...] = ()
     draft_length: float = 0.0
     card_memory: int = 0
-    step_ahead: int = 0
+    step_ahead: int = STEP_AHEAD
     shared_blocks: bool = False

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from bloomery.runtime.drafts.drafting import Drafting
 from bloomery.runtime.engine_counters import EngineCounters
@@ -42,6 +42,9 @@ MOVE_SECONDS = 0.005
 nobody does but the copies' own requests, which may be aborted meanwhile."""
 ALONE_SECONDS = 0.05
 
+AHEAD_SECONDS: Final = 0.05
+"""That steps which nobody looks at may take together."""
+
 
 class Engine:
     """A request's events go to its sink: from the engine's thread, or, if the request ends before it is admitted, from
@@ -57,13 +60,16 @@ class Engine:
         snapshot_bytes: int = 0,
         drafting: Drafting | None = None,
         step_ahead: int = 0,
+        ahead_seconds: float = AHEAD_SECONDS,
     ) -> None:
         """`snapshot_bytes`: what states of conversations without a slot may take (`snapshot_cache`). `step_ahead`: how
-        many steps may follow one without a look at its tokens, where all are chosen greedily."""
+        many steps may follow one without a look at its tokens, where all are chosen greedily; not so many that they
+        take longer than `ahead_seconds`."""
         assert executor.slots <= min(executor.max_rows, executor.max_out_rows)
         self._executor, self._tokenizer, self._template = executor, tokenizer, template
         self._tools, self._drafting = SamplingTools(tokenizer), drafting
-        self._queue_limit, self._step_ahead = queue_limit, step_ahead
+        self._queue_limit, self._step_ahead, self._ahead_seconds = queue_limit, step_ahead, ahead_seconds
+        self._decode_seconds = 0.0  # of the last step that only generated; 0: there was none
         self._snapshots = SnapshotCache(executor, snapshot_bytes)
         pieces = executor.copy_pieces if isinstance(executor, InPieces) else None
         self._pool = SlotPool(executor.slots, executor.copy_prefix, executor.continuable, self._snapshots, pieces)
@@ -269,6 +275,8 @@ class Engine:
             return True
         rows_in_all = sum(rows for _, rows in parts) * (1 + ahead)
         self._scheduler.observe(rows_in_all, prompt_rows, streams, result.seconds)
+        if not prompt_rows:
+            self._decode_seconds = result.seconds / (1 + ahead)
         longest = max(sequence.length for sequence, _ in parts)
         self._counters.step(rows_in_all, prompt_rows, result.seconds, len(parts), longest)
         first = generated = 0
@@ -291,11 +299,13 @@ class Engine:
         return True
 
     def _ahead_of(self, parts: list[tuple[Sequence, int]]) -> int:
-        """How many steps may follow that of these streams: none that would keep a waiting request waiting."""
-        if not self._step_ahead or self._queue or self._arriving or self._errands:
+        """How many steps may follow that of these streams: none that would keep a waiting request waiting, and none as
+        long as nobody knows how long one takes, since whoever comes meanwhile waits for all."""
+        if not self._step_ahead or not self._decode_seconds or self._queue or self._arriving or self._errands:
             return 0
         room = min(sequence.ahead_room for sequence, _ in parts)
-        return min(self._step_ahead, room, self._executor.most_ahead(len(parts))) if room else 0
+        room = int(min(room, self._step_ahead, self._ahead_seconds / self._decode_seconds))
+        return min(room, self._executor.most_ahead(len(parts))) if room else 0
 
     def _prepare(self, request: GenerationRequest, sink: Sink) -> Sequence:
         request_id = request.request_id

@@ -79,7 +79,7 @@ def parts(out: Path, peer: Path | None, file: Path | None) -> list[Part]:
         Part("prompts", 180, [*bench, "-p", "512,4096,16384", "-n", "0", "--prompt-block", "4096", "-r", "3", *against,
                               *(["--micro-batch", "4096"] if peer else [])], rows, shared),
         Part("prompts with a host", 240, [*bench, *streamed, *against, *all_on_host], rows, shared),
-        Part("decode ahead", 100, [*bench, *decode, "-r", "3", "--step-ahead", "8"], rows, shared),
+        Part("decode one by one", 100, [*bench, *decode, "-r", "3", "--step-ahead", "0"], rows, shared),
         Part("decode with a host", 240, [*bench, *hybrid, "-r", "3", *against,
                                          *(["--peer-cpu-moe", str(LAYERS // 2)] if peer else [])], rows, shared),
         Part("stress", 150, [*tests, "-s", f"--junitxml={out / 'stress.xml'}", stress], tested("stress"),
