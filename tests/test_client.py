@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import left_behind
+from service_stand import chunk, final, stand
 
 from bloomery.launcher.demo_model import demo_model_path
 from bloomery.runtime import connection
@@ -271,7 +272,7 @@ def test_a_listener_that_does_not_answer(tmp_path: Path) -> None:
 
 def test_a_killed_daemon_is_noticed_within_two_seconds() -> None:
     with PrivateDaemon(CONFIG) as daemon, Client(daemon.endpoint) as client:
-        control = ControlClient(daemon.control)
+        control = ControlClient(daemon.control, timeout=1.0)
         streams = [client.generate(endless()) for _ in range(3)]
         assert isinstance(next(streams[0]), Admitted)
         start = time.monotonic()
@@ -327,12 +328,16 @@ def test_a_daemon_that_is_known_to_run_is_waited_for(
             os.kill(daemon.pid, signal.SIGCONT)
 
 
-def test_a_reader_that_thinks_long_keeps_its_request(client: Client) -> None:
-    """Heartbeats do not depend on the caller: its thread may be busy for longer than the daemon waits for a sign."""
-    stream = client.generate(endless(), credit=2, timeout=SECONDS)
-    next(stream)
-    time.sleep(client.limits.client_timeout_s + 1.0)
-    assert gather(stream).final.generated_tokens == 400
+def test_a_reader_that_thinks_long_keeps_its_request(tmp_path: Path) -> None:
+    """Heartbeats do not depend on the caller: its thread may be busy for several times as long as the daemon waits for
+    a sign. The service is a daemon's that waits for half a second. Planted and seen to fail: neither PING nor PONG."""
+    with stand(tmp_path) as served, Client(served.service.endpoint) as client:
+        stream = client.generate(endless(), credit=2, timeout=SECONDS)
+        assert isinstance(next(stream), Admitted)
+        time.sleep(4 * client.limits.client_timeout_s)
+        assert not served.engine.aborted
+        served.engine.emit(chunk(1, 2, 3), final())
+        assert gather(stream).tokens == (1, 2, 3)
 
 
 # ---- asyncio ----
