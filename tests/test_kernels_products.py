@@ -192,19 +192,22 @@ def test_extreme_integers_do_not_saturate(name: str) -> None:
 
 @pytest.mark.parametrize("name", WEIGHT_TYPES)
 def test_experts_equal_products_of_each_item(name: str) -> None:
-    """Two weights in one call; some experts are chosen by many rows, some by one, some by none."""
+    """One weight or two in one call; some experts are chosen by many rows, some by one, some by none."""
     generator = np.random.default_rng(22)
     width, outputs, experts, used, rows = width_for(name), 10, 7, 3, 6
     weights = [random_weights(generator, name, outputs * experts, width) for _ in range(2)]
     x = activations(generator, rows, width)
     ids = np.stack([generator.permutation(experts - 1)[:used] for _ in range(rows)]).astype(np.int32)
-    ids[:, 0] = 5  # ids may repeat in a row: the result is defined item by item
+    ids[1:, 0] = 5  # ids may repeat in a row: the result is defined item by item
+    ids[0] = 4, 1, 2  # a step of this row alone has one item an expert
     blocks = width // QuantType.named(name).block_elements
     if activation_kind(name) == "F32":
         source = (x.ctypes.data, x.strides[0], 0, 0)
     else:
         made = Quantised(activation_kind(name), x)
         source = (made.memory.ctypes.data, made.stride, made.d_plane, made.sums_plane)
+    whole = [product(name, weight, x).reshape(rows, experts, outputs) for weight in weights]
+    expectations = [np.take_along_axis(each, ids[:, :, None].astype(np.int64), axis=1) for each in whole]
     for ranks in (1, 2, 3):
         outs = [np.full((rows * used, outputs), np.nan, np.float32) for _ in weights]
         area = 4 * (experts + 1 + 2 * rows * used) + 60 & ~63
@@ -228,11 +231,15 @@ def test_experts_equal_products_of_each_item(name: str) -> None:
             ids.ctypes.data,
             4 * used,
         ]
-        run_kernel(f"experts_{name}", [*words, used, experts, 0, 2, *jobs], step_of(rows), ranks)
-        for weight, out in zip(weights, outs):
-            whole = product(name, weight, x).reshape(rows, experts, outputs)
-            expected = np.take_along_axis(whole, ids[:, :, None].astype(np.int64), axis=1)
-            np.testing.assert_array_equal(out.reshape(rows, used, outputs), expected)
+        for count, weights_at_once in ((rows, 2), (rows, 1), (1, 2), (1, 1)):
+            for out in outs:
+                out[:] = np.nan
+            some = jobs[: 7 * weights_at_once]
+            run_kernel(f"experts_{name}", [*words, used, experts, 0, weights_at_once, *some], step_of(count), ranks)
+            for expected, out in zip(expectations[:weights_at_once], outs):
+                np.testing.assert_array_equal(out.reshape(rows, used, outputs)[:count], expected[:count])
+        run_kernel(f"experts_{name}", [*words, used, experts, 1, 1, *jobs[:7]], step_of(1), ranks)
+        np.testing.assert_array_equal(outs[0][:used], whole[0][range(used), ids[0]])  # a row of x for every item
 
 
 @pytest.mark.parametrize("name", WEIGHT_TYPES)

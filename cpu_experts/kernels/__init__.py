@@ -22,7 +22,7 @@ WEIGHT_TYPES: Final = (*FLOAT_TYPES, *SMALL_TYPES, *SUPER_TYPES)
 # prefix of a kernel's name -> (module, factory); what follows the prefix is the factory's argument
 _FAMILIES: Final = {
     "matmul_": ("matmul", "matmul"),
-    "experts_": ("matmul", "experts"),
+    "experts_": ("expert_matmul", "experts"),
     "embed_": ("elementwise", "embed"),
     "quantise_": ("activations", "quantise"),
     "cache_write_": ("cache_rows", "cache_write"),

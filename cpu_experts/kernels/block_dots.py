@@ -173,3 +173,19 @@ def quad_step(name: str) -> Any:
         return quad_dots(s, name, operands[:4], operands[8:11], operands[11])
 
     return step
+
+
+def with_pairs(name: str) -> bool:
+    """Whether there is a step that multiplies two of four rows with other activations."""
+    return name in WIDE_BLOCKS and _vnni() and not with_positions(name)
+
+
+def pair_step(name: str) -> Any:
+    """As `block_step`, with x values, x d and x sums twice: of the first two rows, and of the last two."""
+
+    @emits(f32x4, *[_INT] * 14, f32x4)
+    def step(s: Emitter, *operands: Value) -> Value:
+        prefetch(s, SUPER_BLOCKS[name].nbytes, operands[4:8])
+        return wide_dots(s, WIDE_BLOCKS[name], operands[:4], operands[8:14], operands[14])
+
+    return step

@@ -22,19 +22,22 @@ from bloomery.cpu_experts.vectors import ELEMENTS
 _BIT_64: Final = ir.VectorType(ir.IntType(1), 64)
 
 
-def wide_dots(s: Emitter, kind: type[WideBlocks], addresses: Sequence[Value], x: Sequence[Value], acc: Value) -> Value:
-    """acc (f32x4) after one block of four rows; x: addresses of the activations' values, d and sums."""
-    x_values, x_d, x_sums = x
+def wide_dots(s: Emitter, kind: type[WideBlocks], addresses: Sequence[Value], xs: Sequence[Value], acc: Value) -> Value:
+    """acc (f32x4) after one block of four rows; xs: addresses of the activations' values, d and sums, three for all
+    rows or six, of which the last three are what the last two rows are multiplied with."""
     facts, blocks = kind.facts, kind(s, addresses)
-    activations = [s.concat(*(s.load(i8x32, x_values, start) for start in kind.runs(group))) for group in range(4)]
+    x_values, x_d, x_sums = ([xs[place]] * 2 + [xs[place - 3]] * 2 for place in range(3))  # of each row
+    activations = [
+        [s.concat(*(s.load(i8x32, values, start) for start in kind.runs(group))) for group in range(4)]
+        for values in (x_values[0], x_values[3])[: len(xs) // 3]
+    ]
     rows = []
     for row in range(4):
         total = None
         for pair, groups in enumerate(kind.pairs):
+            mine = activations[row // 2 % len(activations)]
             dots = [
-                s.add_products_u8(
-                    s.zero(i32x16), blocks.values(row, group), blocks.signed(row, group, activations[group])
-                )
+                s.add_products_u8(s.zero(i32x16), blocks.values(row, group), blocks.signed(row, group, mine[group]))
                 for group in groups
             ]
             packed, scales = s.pack_i16(*dots), blocks.scales(row, pair)
@@ -47,7 +50,7 @@ def wide_dots(s: Emitter, kind: type[WideBlocks], addresses: Sequence[Value], x:
     if facts.offset:
         lift = _by_sums(s, kind, blocks.scale_halves, x_sums)
         totals = s.sub(totals, s.shl(lift, facts.offset.bit_length() - 1))
-    dx = s.splat(f32x4, s.load_scalar("f32", x_d))
+    dx = s.gather_lanes(f32x4, [s.load_scalar("f32", address) for address in x_d])
     if facts.minimum_at is None:
         isum = s.ashr(sums_of_fours(s, totals), kind.scales_lifted)
         return s.fma(s.fmul(blocks.floats[0], dx), s.to_float(f32x4, isum), acc)
@@ -132,16 +135,17 @@ def _fifth_bits(s: Emitter, addresses: Sequence[Value], at: int) -> Value:
     return s.b.select(mask, s.splat_constant(i8x64, 16), s.zero(i8x64))
 
 
-def _by_sums(s: Emitter, kind: type[WideBlocks], halves: Sequence[Value], x_sums: Value) -> Value:
+def _by_sums(s: Emitter, kind: type[WideBlocks], halves: Sequence[Value], x_sums: Sequence[Value]) -> Value:
     """i32x16: for each row, in its 16 bytes, four partial sums of its scales or minima times the activation sums."""
-    sums = s.load(i16x16, x_sums)
+    first, last = (s.load(i16x16, x_sums[row]) for row in (0, 2))
     if kind.sub_blocks == 8:
-        eight = s.add(s.low(sums), s.high(sums))  # split order: even sub-blocks of 16 and odd ones
-        return s.pair_products_i16(halves[0], s.lanes(eight, [*range(8)] * 4))
+        # split order: even sub-blocks of 16 and odd ones
+        first, last = (s.add(s.low(sums), s.high(sums)) for sums in (first, last))
+        return s.pair_products_i16(halves[0], s.shuffle(first, last, [*range(8)] * 2 + [*range(8, 16)] * 2))
     total = None
     for half, of_scales in enumerate(halves):
         places = [SPLIT_ORDER.index(block) for block in kind.order()[8 * half : 8 * half + 8]]
-        beside = s.lanes(sums, places * 4)
+        beside = s.shuffle(first, last, places * 2 + [16 + place for place in places] * 2)
         if total is None:
             total = s.pair_products_i16(of_scales, beside)
         else:
