@@ -191,23 +191,22 @@ def experts_sum() -> Callable[[int, int, int, int], None]:
     of the step's row count), ids, ids row stride.
 
     out[row] = sum over places a in order, from 0 up to the first negative id, of mix[row][a] * items[row * used + a].
+    A rank sums the elements that are its outputs of the down matrices (`expert_matmul`), and need not wait for others.
     """
 
     def kernel(args: int, rank: int, ranks: int, step: int) -> None:
         rows = argument(step, argument(args, 8))
         used, width = argument(args, 4), argument(args, 7)
-        chunks = (width + CHUNK - 1) // CHUNK
-        for unit in range(share_start(rows * chunks, rank, ranks), share_end(rows * chunks, rank, ranks)):
-            row = unit // chunks
-            first = (unit - row * chunks) * CHUNK
+        begin, end = share_start(width, rank, ranks), share_end(width, rank, ranks)
+        for row in range(rows):
             chosen, ids = 0, argument(args, 9) + row * argument(args, 10)
             while chosen < used and load_i32(ids + 4 * chosen) >= 0:
                 chosen += 1
-            for start in range(first, min(first + CHUNK, width), 8):
+            for start in range(begin, end, 8):
                 weighted_sum_8(
                     argument(args, 0) + row * used * argument(args, 1) + 4 * start, argument(args, 1),
                     argument(args, 2) + row * argument(args, 3), chosen,
-                    argument(args, 5) + row * argument(args, 6) + 4 * start, width - start,
+                    argument(args, 5) + row * argument(args, 6) + 4 * start, end - start,
                 )  # fmt: skip
 
     return kernel
