@@ -133,11 +133,11 @@ def test_tiny_models_stay_in_the_band_and_repeat_bit_for_bit(name: str) -> None:
 def test_blocks_whose_experts_come_from_the_host_are_those_of_a_whole_card(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit, with no and with some experts on the card, out of locked pages and through pinned buffers; and near
-    to what the host makes of the same rows."""
+    """Bit for bit, with no and with some experts on the card, out of locked pages and through pinned buffers; and as
+    near to groups with hand-offs as a block of a whole card is to its groups: blocks round otherwise, and random
+    models amplify that."""
     path = quantised_file(name)
     tokens = np.random.default_rng(3).integers(1, 60, 200)
-    median, mean = host_band(name)
 
     def blocks(pool: CardPool) -> Any:
         first = pool.step(rows_of(tokens[:128])).logits.copy()
@@ -145,6 +145,7 @@ def test_blocks_whose_experts_come_from_the_host_are_those_of_a_whole_card(
 
     with card_pool(path, 1.0) as pool:
         wanted = blocks(pool)
+        usual = divergence(evaluate(pool, tokens[:128], block=8, slot=1), wanted[:128])
     for share in (0.0, 0.3):
         for lock in ("1", "0"):
             monkeypatch.setenv("BLOOMERY_CARD_LOCK", lock)
@@ -157,12 +158,10 @@ def test_blocks_whose_experts_come_from_the_host_are_those_of_a_whole_card(
             for slot in (0, 1):
                 assert (pool.step(rows_of(tokens[:128], slot=slot)).logits == both).all(), share
             assert len(pool.step(rows_of(tokens[128:], start=128, out="last")).logits) == 1
-        result = divergence(handed, both)
-        print(name, share, "with the host", result)
-        assert result.kl_median <= median and result.kl_mean <= mean, share
-        result = divergence(handed, wanted[:128])
-        print(name, share, result)
-        assert result.kl_median <= median and result.kl_mean <= mean, share
+        for block in (both, wanted[:128]):
+            result = divergence(handed, block)
+            print(name, share, result, usual)
+            assert result.kl_median <= 2 * usual.kl_median and result.kl_mean <= 2 * usual.kl_mean, share
 
 
 def left_to_the_host(path: Path, share: float) -> tuple[tuple[int, str], ...]:
