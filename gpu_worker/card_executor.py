@@ -120,6 +120,9 @@ class CardExecutor:
             self._store = CardStore(self.card, self.memory)
             self._states = SlotStates(program.states, self._store, slots=slots, context=context, spare=spare)
         except BaseException:
+            if self._experts:
+                with contextlib.suppress(Exception), self.card.current("closing"):
+                    self._experts.close()
             self.card.close()
             raise
 
@@ -267,16 +270,19 @@ class CardExecutor:
             return
         self._closed = True
         with contextlib.suppress(Exception), self.card.current("closing"):
-            for prepared in self._prepared.values():
-                if prepared.graph:
-                    prepared.graph.close()
-            if self._feed:
-                self._feed.close()
-            if self._experts:
-                self._experts.close()
-            self.memory.free()
+            with contextlib.suppress(Exception):
+                for prepared in self._prepared.values():
+                    if prepared.graph:
+                        prepared.graph.close()
+            for each in (self._feed, self._experts):
+                with contextlib.suppress(Exception):  # of one, so that the others are closed
+                    if each:
+                        each.close()
+            with contextlib.suppress(Exception):
+                self.memory.free()
             for mapped in self._mapped:
-                mapped.close()
+                with contextlib.suppress(Exception):
+                    mapped.close()
             del self._records, self._block_record, self._logits, self._greedy, self._hidden, self._events, self._kernels
         self.card.close()
 

@@ -34,6 +34,8 @@ _OPENERS, _OPENERS_EACH = 12, 2  # warps of a block, blocks that a multiprocesso
 _MOST_OUTPUTS: Final = 32768
 """Of a product that makes the norm: a head has so much to do that smaller blocks without a norm are faster."""
 _CLOSERS: Final = 2  # blocks of close_experts that a multiprocessor holds
+_LEAST_SHARED: Final = 96 << 10
+"""Bytes of shared memory that a block has on every card that is supported."""
 _MOST_USED: Final = 16
 _MOST_EXPERTS: Final = 256  # router.cuh
 NO_SCORES: Final = (0,) * 10
@@ -127,7 +129,8 @@ def _normed_experts(lowering: Lowering, chain: NormedExperts) -> None:
     rows, width, count = lowering._count(product.x), product.x.elements, router.logits.elements
     weights, kind, row_bytes = lowering._weight(product.weights[0], width, count)
     fits = kind == "F32" and not product.biases[0] and rows <= MAX_ROWS and width % 4 == 0
-    fits = fits and count <= _MOST_EXPERTS and lowering.context.view(product.x)[1] % 4 == 0
+    shared = (1 + _SCORERS) * 4 * width
+    fits = fits and shared <= _LEAST_SHARED and count <= _MOST_EXPERTS and lowering.context.view(product.x)[1] % 4 == 0
     if not fits or not joined_experts(lowering, experts):
         lowering.lower_each(norm, chain.routed, Summed(experts, chain.add) if chain.add else experts)
         return
@@ -143,7 +146,7 @@ def _normed_experts(lowering: Lowering, chain: NormedExperts) -> None:
         _NORM_THREADS,
         *(weights, row_bytes, count, *words, *logits),
         kind=kind,
-        shared=(1 + _SCORERS) * 4 * width,
+        shared=shared,
     )
     if made:
         lowering.formed["Q8_K"] = norm.norm.out, made

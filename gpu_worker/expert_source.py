@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -82,7 +83,7 @@ class LockedSource:
                     self._borders.append(at)
                     done += some
                     progress("lock", done, total)
-        except PlanError:
+        except BaseException:
             self.close()
             raise
         seconds = time.perf_counter() - begun
@@ -99,7 +100,8 @@ class LockedSource:
     def _parts(self, copy: HostCopy) -> Iterable[HostCopy]:
         """The copy, cut where a range that was locked ends."""
         start, nbytes = copy.source.ctypes.data, copy.source.nbytes
-        cuts = [border - start for border in self._borders if start < border < start + nbytes]
+        inside = slice(bisect_right(self._borders, start), bisect_left(self._borders, start + nbytes))
+        cuts = [border - start for border in self._borders[inside]]
         return [copy.cut(first, last) for first, last in zip([0, *cuts], [*cuts, nbytes])]
 
     def end(self) -> None:
@@ -173,10 +175,12 @@ class PinnedSource:
         self._counts.clear()
 
     def close(self) -> None:
-        self.end()
-        self._pool.shutdown()
-        self._buffers.clear()
-        self._read.clear()
+        try:
+            self.end()
+        finally:  # also where a part could not be moved
+            self._pool.shutdown()
+            self._buffers.clear()
+            self._read.clear()
 
 
 def _batches(copies: Sequence[HostCopy]) -> Iterable[list[tuple[int, HostCopy]]]:

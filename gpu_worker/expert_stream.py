@@ -199,8 +199,10 @@ class ExpertStream:
 
     def close(self) -> None:
         if self._source:
-            self._stream.synchronize()
-            self._source.close()
+            try:
+                self._stream.synchronize()
+            finally:  # also where the context is lost
+                self._source.close()
         del self._copied, self._used, self._begun, self._ended, self._stream
 
 

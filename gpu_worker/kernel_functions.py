@@ -1,7 +1,7 @@
 """Kernels on the card: compiled files loaded as modules, and their functions launched on the card's stream.
 
 Owns modules and the launch call. Functions are launched by ctypes, since PyCUDA cannot let a kernel begin before its
-predecessor has ended (`kernels/overlap.cuh`).
+predecessor has ended (`kernels/machine.cuh`).
 """
 
 from __future__ import annotations

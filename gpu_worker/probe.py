@@ -5,6 +5,7 @@ Owns what is asked of a card before a model is placed. It ends before anything i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from typing import Any, Final
@@ -27,7 +28,10 @@ def describe(number: int) -> dict[str, Any]:
         with card.current("probing"):
             free, total = card.cuda.mem_get_info()
             much = free > 4 * _COPY_BYTES
-            read, link = (copy_rate(card), link_rate(card)) if much else (0.0, 0.0)
+            read, link = copy_rate(card) if much else 0.0, 0.0
+            if much:
+                with contextlib.suppress(card.cuda.Error):  # memory of the host that may not be pinned: not measured
+                    link = link_rate(card)
     finally:
         card.close()
     return {
@@ -62,7 +66,8 @@ def copy_rate(card: Card) -> float:
 def link_rate(card: Card) -> float:
     """Bytes a second that come from pinned memory of the host."""
     cuda = card.cuda
-    memory, source = cuda.mem_alloc(_COPY_BYTES), cuda.pagelocked_zeros(_COPY_BYTES, np.uint8)
+    source = cuda.pagelocked_zeros(_COPY_BYTES, np.uint8)
+    memory = cuda.mem_alloc(_COPY_BYTES)
     try:
         seconds = []
         for _ in range(_COPIES):

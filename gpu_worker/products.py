@@ -95,8 +95,8 @@ def ring_bytes(kind: QuantType) -> int:
 
 
 def rows_of_warp(kind: str, width: int) -> int:
-    """Weight rows of so many elements that a warp has at a time: `rows_of_warp` of units.cuh, `rows_together` of
-    products.cuh."""
+    """Weight rows of so many elements that a warp has at a time: 2 to the power of `row_bits` of units.cuh,
+    `rows_together` of products.cuh."""
     if kind not in UNIT_TYPES:
         return 1 if kind in FLOAT_TYPES else 2
     units = width // _UNIT

@@ -266,7 +266,7 @@ def benchmark(args: argparse.Namespace, path: str, progress: ProgressDisplay) ->
         facts = model_facts(model, args)
         plans = [card_plan(args, model, threads, trials) for threads in args.threads or [0]]
     for wanted, plan in zip(args.threads or [0], plans, strict=True):
-        of_plan = facts | plan_facts(plan, args.card_memory or 0)
+        of_plan = facts | plan_facts(plan, args.card_memory or 0, steps_ahead(args))
         if plan is not None and plan.card is not None:
             threads = plan.processes
             of_plan |= {"isa": plan.card.architecture, "arithmetic_gops": None}
@@ -328,7 +328,7 @@ def thread_rows(
                 cache_type=args.cache_type,
                 host_weights=args.host_weights,
                 plan=plan,
-                step_ahead=STEP_AHEAD if args.step_ahead is None else args.step_ahead,
+                step_ahead=steps_ahead(args),
                 progress=progress,
             )
             stack.callback(engine.close)
@@ -402,6 +402,10 @@ def peer_options(args: argparse.Namespace) -> list[PeerOptions]:
     return [PeerOptions(python, package, repack == "on") for package in packages for repack in repacking]
 
 
+def steps_ahead(args: argparse.Namespace) -> int:
+    return STEP_AHEAD if args.step_ahead is None else int(args.step_ahead)
+
+
 def model_facts(model: ModelFile, args: argparse.Namespace) -> dict[str, Any]:
     """The conditions that every row carries."""
     return {
@@ -410,7 +414,7 @@ def model_facts(model: ModelFile, args: argparse.Namespace) -> dict[str, Any]:
         "model_bytes": sum(tensor.nbytes for tensor in model.tensors.values()),
         "version": version("bloomery"),
         "executor": "host",
-        "step_ahead": STEP_AHEAD if args.step_ahead is None else args.step_ahead,
+        "step_ahead": 0,
         "prompt_block": args.prompt_block or DEFAULT_BLOCK,
         "micro_batch": (args.micro_batch or MICRO_BATCH) if args.against else None,
         "cache_type": args.cache_type,

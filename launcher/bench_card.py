@@ -50,8 +50,8 @@ CARD_FIGURES: Final = (
 """Null without a card; those of the host and of hand-offs also where every expert lies on the card."""
 
 
-def plan_facts(plan: Plan | None, card_memory: int) -> dict[str, Any]:
-    """The conditions that the plan adds to every row."""
+def plan_facts(plan: Plan | None, card_memory: int, step_ahead: int) -> dict[str, Any]:
+    """The conditions that the plan adds to every row. `step_ahead` is what was asked for."""
     if plan is None or plan.card is None or plan.tiers is None:
         return {"plan": "cpu", "plan_note": plan.note if plan else "", "card": None, "expert_share_on_card": None}
     return {
@@ -62,6 +62,7 @@ def plan_facts(plan: Plan | None, card_memory: int) -> dict[str, Any]:
         "expert_share_on_card": plan.tiers.share,
         "prompt_block": plan.prompt_block,
         "executor": "card",
+        "step_ahead": 0 if plan.tiers.host_layers else step_ahead,
     }
 
 

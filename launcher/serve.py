@@ -279,6 +279,7 @@ def daemon_of(args: argparse.Namespace) -> DaemonConfig:
         "executor": args.executor,
         "queue_limit": args.queue,
         "card_memory": args.card_memory,
+        "step_ahead": args.step_ahead,
         "shared_blocks": args.shared_blocks,
         "hot_list": args.hot_list or os.environ.get(HOT_LIST_VARIABLE) or None,
         "cache_ram": args.cache_ram,

@@ -14,7 +14,7 @@ import os
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,8 @@ EXPERT_WORKLOAD = "bloomery.cpu_experts.expert_workload:load"
 log = logging.getLogger(__name__)
 _pool_numbers = itertools.count()
 T = TypeVar("T")
+_LEAST_STREAMED: Final = 33
+"""Rows of the shortest block that a card computes as one (`gpu_worker.prompt_lowering`)."""
 
 
 class CardRows:
@@ -95,6 +97,7 @@ class CardPool:
         self._group, self._arena, self._program, self._lowered = group, arena, program, lowered
         self._shape = shape = arena.layout.shape
         self._max_rows, self._max_out_rows = limits
+        assert not 0 < stream_rows < _LEAST_STREAMED, "the card hands over what is shorter"
         self.stream_rows, self._alone_rows = stream_rows, alone_rows
         self._group_rows = min(shape.max_rows, CARD_ROWS) if shape.processes else shape.max_rows
         self._least_block = stream_rows or self._max_rows + 1

@@ -161,7 +161,7 @@ def card_plan_terms(
     context: int,
     tiers: ExpertTiers,
     streams: bool = False,
-    handed_rows: int = 8,
+    handed_rows: int = CARD_ROWS,
 ) -> tuple[MemoryTerm, ...]:
     """Plan a: everything on one card but the experts that `tiers` has on the host, for which there are `processes`.
     `streams`: blocks of a prompt are computed on the card all the same, to which these experts come. Up to

@@ -60,10 +60,11 @@ class Scheduler:
             return parts
         rows = self._max_rows - len(streams)
         out_rows = self._max_out_rows - sum(sequence.out_rows(1) for sequence in streams)
-        if len(ready) > 1 or others_wait:
-            rows = min(rows, self._cut_rows(max(sequence.rows_left for sequence in ready)))
-        shares: dict[int, int] = {}
         prompts = [sequence for sequence in ready if sequence.rows_left > 1]
+        if len(ready) > 1 or others_wait:
+            sure = rows if len(prompts) == 1 else -(-rows // 2)  # of a prompt, however long the others are
+            rows = min(rows, self._cut_rows(min(sure, max(sequence.rows_left for sequence in prompts))))
+        shares: dict[int, int] = {}
         # The oldest prompt gets at least half of the rows, so that it ends; the shortest the others, so that it need
         # not wait for that.
         for sequence, limit in [(prompts[0], -(-rows // 2)), *((s, rows) for s in sorted(prompts, key=_rows_left))]:

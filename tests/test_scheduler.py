@@ -179,3 +179,11 @@ def test_a_held_stream_costs_the_prompt_nothing() -> None:
     scheduler = Scheduler(512, 64)
     assert scheduler.plan([Work(1, held=True), prompt := Work(600)], False) == [(prompt, 512)]
     assert scheduler.plan([Work(1, held=True)], True) == []
+
+
+def test_a_step_is_left_whole_only_if_a_prompt_gets_a_block() -> None:
+    """Two prompts that would share it get less than a block each: such rows are cut as any others."""
+    scheduler = Scheduler(512, 64, block_rows=512)
+    assert sum(rows for _, rows in scheduler.plan([Work(1000)], True)) == 512
+    assert sum(rows for _, rows in scheduler.plan([Work(1000), Work(600)], False)) < 512
+    assert sum(rows for _, rows in Scheduler(1024, 64, block_rows=512).plan([Work(1000), Work(600)], False)) == 1024

@@ -17,7 +17,7 @@ from serving import Serving, serving
 
 from bloomery.launcher.command_line import UsageError
 from bloomery.launcher.demo_model import demo_model_path
-from bloomery.launcher.serve import build_parser, settings_of
+from bloomery.launcher.serve import build_parser, daemon_of, settings_of
 from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.tokenizer import Tokenizer
 
@@ -134,3 +134,12 @@ def test_the_proxy_passes_on_what_it_is_told(server: Serving) -> None:
         assert len(Target.seen) == asked
     assert server.get(f"/cors-proxy?url={url}").status == 502
     assert server.get("/props").json["cors_proxy_enabled"]
+
+
+def test_every_option_of_a_plan_reaches_the_daemon() -> None:
+    """What `add_plan_options` gives all programs, serve hands on: seen failing for --step-ahead."""
+    given = {"--card-memory": "3GiB", "--step-ahead": "0", "--hot-list": "/no/list", "--shared-blocks": None}
+    words = [word for option, value in given.items() for word in (option, value) if word is not None]
+    found = daemon_of(build_parser().parse_args(words))
+    assert (found.card_memory, found.step_ahead, found.shared_blocks) == (3 << 30, 0, True)
+    assert found.hot_list == "/no/list"

@@ -50,7 +50,7 @@ DEVICE void open_items(const uint8_t* gate, const uint8_t* up, float* out, word 
 // Grid (blocks of warps, ranks, rows): silu(gate) * up of every item; a warp takes the same row of both. See `experts`. With
 // scores the choice is made here, by every block for itself, and written to ids and mix. Dynamic shared memory: the
 // rings, and x (width * 5 / 4 bytes).
-// Bounds are those of 64 registers, so that blocks of close_experts find room beside.
+// Bounds are those of 64 registers (but for Q6_K), so that blocks of close_experts find room beside.
 extern "C" __global__ void __launch_bounds__(512, Units<Quant>::RESIDENT)
     open_experts(const uint8_t* gate, const uint8_t* up, float* out, word out_stride, word outputs, const uint8_t* values,
                  const uint8_t* scales, word x_stride, int* ids, word ids_stride, float* mix, word mix_stride, word used,
@@ -155,9 +155,10 @@ DEVICE void close_item(const uint8_t* down, word outputs, uint8_t* hidden, word 
     }
 }
 
-// Grid (blocks that share the pairs of outputs, rows), a warp for each item of a row; dynamic shared memory: the warps'
-// rings, the items' hidden rows as Q8_K (width * 5 / 4 bytes), their sums (`outputs_each` of a block). The hidden rows are f32 and rounded by every
-// block for itself; a row's items are summed by ranks, as experts_sum does, and the residual added.
+// Grid (blocks that share the outputs, rows), a warp for each item of a row. Outputs come in pairs, or as many as a warp has
+// rows at a time (units.cuh). Dynamic shared memory: the warps' rings, if the type has them, the items' hidden rows as Q8_K (width
+// * 5 / 4 bytes), their sums (`outputs_each` of a block). The hidden rows are f32 and rounded by every block for itself; a row's items are
+// summed by ranks, as experts_sum does, and the residual added.
 extern "C" __global__ void __launch_bounds__(32 * MOST_USED)
     close_experts(const uint8_t* down, float* out, word out_stride, word outputs, const float* opened, word opened_stride,
                   const int* ids, word ids_stride, const float* mix, word mix_stride, word used, const int* slots,

@@ -225,8 +225,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     }
 }
 
-// Products of a norm's row: see `matmul`. Grid blocks, NORM_THREADS threads that share the jobs' pairs of outputs; dynamic
-// shared memory: the warps' rings, the normed row, and the same as Q8_K (width * 5 / 4 bytes).
+// Products of a norm's row: see `matmul`. Grid blocks, NORM_THREADS threads that share the jobs' outputs, in pairs or as many
+// as a warp has rows at a time; dynamic shared memory: the warps' rings, if the type has them, the normed row, and the same as
+// Q8_K (width * 5 / 4 bytes).
 extern "C" __global__ void __launch_bounds__(NORM_THREADS, Units<Quant>::RESIDENT) normed_matmul(Jobs jobs, Normed norm, word row_bytes) {
     DYNAMIC_SHARED(uint8_t, memory);
     let_next_begin();

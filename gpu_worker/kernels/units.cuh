@@ -1,7 +1,7 @@
 // Products with weights of Q4_K and Q6_K, straight from the card's memory to registers: a lane takes 64 weights of a row at
 // a time ("a unit": four runs of 16 of a block), so that a block's scales are taken apart once for them.
 //
-// A row has as many lanes as make two or three units each, so a warp has 1, 2, 4 or 8 rows at a time. Lane l of a row has the
+// A row has 4 to 32 lanes, so many that each has at least two units from 512 elements on; a warp has 1, 2, 4 or 8 rows at a time. Lane l of a row has the
 // units l, l + lanes, ...; lanes are summed at the row's end by a butterfly. The order of the sum depends on the row's
 // length only, neither on the number of activation rows nor on which warp works. See products.cuh for the other types.
 #pragma once
@@ -20,7 +20,7 @@ DEVICE int row_bits(int width) { return 5 - lane_bits(width); }
 DEVICE int row_of_lane(int width) { return int(threadIdx.x & 31) >> lane_bits(width); }
 DEVICE bool leads_row(int width) { return (threadIdx.x & ((1 << lane_bits(width)) - 1)) == 0; }
 
-// A row of a matrix of less than 4 GiB.
+// Where a row begins; its number and bytes are below 2^32, so that one multiplication does.
 DEVICE const uint8_t* row_at(const uint8_t* matrix, int row, word row_bytes) {
     return matrix + word(uint32_t(row)) * uint32_t(row_bytes);
 }
