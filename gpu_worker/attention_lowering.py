@@ -67,6 +67,7 @@ def _by_cores(context: CardContext, op: Attention) -> bool:
 
 
 def attend_and_round(lowering: Lowering, op: Attended, fresh: tuple[int, ...] = ()) -> None:
+    """Attention of a step's rows, its result also as Q8_K if products want it so; see `attend`."""
     attention, rows = op.attention, lowering._count(op.attention.q)
     made = None
     kinds = {lowering.program.weights[name].quant_type.name for name in op.readers}
@@ -86,7 +87,7 @@ def attend(
     fresh: tuple[int, ...] = (),
 ) -> None:
     """Attention of so many rows from `first` on, with scratch for `room` rows; also `rounded` to Q8_K. `fresh`: the
-    Fresh of attention.cu."""
+    Fresh of cores.cuh."""
     heads = op.q.count
     splits = blocks(lowering.context.context, _SPLIT)
     parts = lowering.context.scratch("parts", room * heads * splits * op.value_width * 4)
@@ -96,13 +97,12 @@ def attend(
     caches = (lowering.context.state(op.keys), lowering.context.state(op.values))
     places = [word for cache in caches for word in (cache.address, cache.slot_stride, cache.row_stride)]
     even = all(n % 8 == 0 for n in (op.key_width, op.value_width, *(cache.row_stride for cache in caches)))
-    cores = _by_cores(lowering.context, op)
     name, threads = f"attend_{lowering.context.cache_type}" + ("" if even else "_odd"), _ATTENDERS
     shared = 4 * _HEADS * blocks(op.key_width, _DEPTH) * _DEPTH
     (q, q_row, q_head), (out, out_row, out_head) = lowering._heads(op.q), lowering._heads(op.out)
     slots, positions = lowering.step.slots + 4 * first, lowering.step.positions + 4 * first
     widths: tuple[int, ...] = (heads, op.kv_heads, op.key_width, op.value_width)
-    if cores:
+    if _by_cores(lowering.context, op):
         name, threads, widths = f"attend_{'fresh' if fresh else 'cores'}_{op.key_width}", _CORES, widths[:2]
         shared = 2 * 2 * _SPLIT * op.key_width * 2
     words = (slots, positions, q + 4 * first * q_row, q_row, q_head, *places, *widths)

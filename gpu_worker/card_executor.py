@@ -270,19 +270,11 @@ class CardExecutor:
             return
         self._closed = True
         with contextlib.suppress(Exception), self.card.current("closing"):
-            with contextlib.suppress(Exception):
-                for prepared in self._prepared.values():
-                    if prepared.graph:
-                        prepared.graph.close()
-            for each in (self._feed, self._experts):
-                with contextlib.suppress(Exception):  # of one, so that the others are closed
-                    if each:
-                        each.close()
-            with contextlib.suppress(Exception):
-                self.memory.free()
-            for mapped in self._mapped:
-                with contextlib.suppress(Exception):
-                    mapped.close()
+            closing = [*(prepared.graph for prepared in self._prepared.values()), self._feed, self._experts]
+            ends = [each.close for each in closing if each]
+            for end in (*ends, self.memory.free, *(mapped.close for mapped in self._mapped)):
+                with contextlib.suppress(Exception):  # of one, so that the others come to an end
+                    end()
             del self._records, self._block_record, self._logits, self._greedy, self._hidden, self._events, self._kernels
         self.card.close()
 

@@ -125,10 +125,10 @@ def _fresh(parts: list[Fused | Summed]) -> FreshAttention | None:
             key, value = written.get(attention.keys), written.get(attention.values)
             if query is None or key is None or value is None or key is value or len(run.jobs) != 3:
                 return None
-            widths = {(query.view.width, key.view.width), (attention.key_width, attention.key_width)}
+            widths = query.view.width == key.view.width == attention.key_width
             heads = key.view.count == value.view.count == attention.kv_heads
             turned = query.rope is not None and key.rope is not None and value.rope is None and value.norm is None
-            if heads and turned and len(widths) == 1 and value.view.width == attention.value_width:
+            if widths and heads and turned and value.view.width == attention.value_width:
                 return FreshAttention(run, query, key, value, attended)
     return None
 

@@ -109,20 +109,30 @@ class Library:
             raise CardError(f"{self._card_name}: {function}: {words}", "the card's context is lost; start it anew")
 
 
-class MappedMemory:
+class _Registered:
+    """Host memory of this process registered with the driver until it is closed. PlanError if it cannot be."""
+
+    def __init__(self, card: Card, start: int, nbytes: int, flags: int, what: str, hint: str) -> None:
+        self._library, self._start = Library(card.name), ctypes.c_void_p(start)
+        size = ctypes.c_size_t(nbytes)
+        status = self._library.try_call("cuMemHostRegister_v2", self._start, size, ctypes.c_uint(flags))
+        if status:
+            raise PlanError(
+                f"{card.name}: {nbytes} bytes of {what} cannot be locked for the card (error {status})", hint
+            )
+
+    def close(self) -> None:
+        self._library.try_call("cuMemHostUnregister", self._start)
+
+
+class MappedMemory(_Registered):
     """Host memory of this process registered with the driver: copies from and to it are asynchronous, and kernels reach
     it at `address`. PlanError if it cannot be locked."""
 
     def __init__(self, card: Card, start: int, nbytes: int) -> None:
-        self._library = Library(card.name)
-        self._start, self._first, self._nbytes = ctypes.c_void_p(start), start, nbytes
-        flags = ctypes.c_uint(_PORTABLE | _DEVICE_MAP)
-        status = self._library.try_call("cuMemHostRegister_v2", self._start, ctypes.c_size_t(nbytes), flags)
-        if status:
-            raise PlanError(
-                f"{card.name}: {nbytes} bytes of host memory cannot be locked for the card (error {status})",
-                "raise the limit on locked memory (ulimit -l)",
-            )
+        hint = "raise the limit on locked memory (ulimit -l)"
+        super().__init__(card, start, nbytes, _PORTABLE | _DEVICE_MAP, "host memory", hint)
+        self._first, self._nbytes = start, nbytes
         address = ctypes.c_uint64()
         self._library.call("cuMemHostGetDevicePointer_v2", ctypes.byref(address), self._start, ctypes.c_uint(0))
         self.address = address.value
@@ -135,26 +145,13 @@ class MappedMemory:
         """The card's address for one of this process."""
         return self.address + address - self._first
 
-    def close(self) -> None:
-        self._library.try_call("cuMemHostUnregister", self._start)
 
-
-class LockedMemory:
+class LockedMemory(_Registered):
     """Pages of this process that may only be read, such as a mapped file's, locked so that the card copies out of them
     itself. PlanError if they cannot be."""
 
     def __init__(self, card: Card, start: int, nbytes: int) -> None:
-        self._library, self._start = Library(card.name), ctypes.c_void_p(start)
-        flags = ctypes.c_uint(_PORTABLE | _READ_ONLY)
-        status = self._library.try_call("cuMemHostRegister_v2", self._start, ctypes.c_size_t(nbytes), flags)
-        if status:
-            raise PlanError(
-                f"{card.name}: {nbytes} bytes of the mapped file cannot be locked for the card (error {status})",
-                "see ulimit -l",
-            )
-
-    def close(self) -> None:
-        self._library.try_call("cuMemHostUnregister", self._start)
+        super().__init__(card, start, nbytes, _PORTABLE | _READ_ONLY, "the mapped file", "see ulimit -l")
 
 
 class Graph:

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from card_stand import Bench, expected, tensor
 from emulated_card import EmulatedCard
-from gguf_bytes import random_blocks
+from kernel_references import random_weights
 from numpy.typing import NDArray
 from running import rows_of
+from test_card_chains import Unchained
 
-from bloomery.gpu_worker.chains import Chained
-from bloomery.gpu_worker.fusions import fused
 from bloomery.gpu_worker.lowering import Lowering
 from bloomery.runtime.model_file import Tensor
 from bloomery.runtime.program import Add, MatMul, RmsNorm, RoutedExperts, Router, View
@@ -24,15 +23,8 @@ BAND = 0.02  # of activations in eight bits
 Kind = Literal["Q4_K", "Q6_K"]
 
 
-class Unchained(Lowering):
-    """Every op for itself."""
-
-    def parts(self) -> list[Chained]:  # type: ignore[override]
-        return list(fused(self.program))
-
-
 def weights(generator: np.random.Generator, kind: str, name: str, *shape: int) -> Tensor:
-    return tensor(name, shape, kind, random_blocks(generator, kind, (shape[0], int(np.prod(shape[1:])))))
+    return tensor(name, shape, kind, random_weights(generator, kind, int(np.prod(shape[1:])), shape[0]))
 
 
 def close(found: NDArray[np.float32], wanted: NDArray[np.floating], band: float = BAND) -> None:

@@ -171,19 +171,27 @@ def model() -> Iterator[ModelFile]:
         yield opened
 
 
-def answer(model: ModelFile, step_ahead: int, **request: Any) -> tuple[list[int], str, list[int], Engine]:
-    """(tokens, reason, steps ahead that were asked for, the engine) of one request."""
-    executor = Counting(build_program(model), context=32, slots=2, max_rows=64)
-    engine = Engine(executor, Tokenizer.from_model_file(model), None, step_ahead=step_ahead, ahead_seconds=math.inf)
+def generated(engine: Engine, **request: Any) -> tuple[list[int], str]:
+    """(tokens, reason) of one request, greedy unless told otherwise."""
     events: list[Any] = []
-    sampling = request.pop("sampling", SamplingParameters(temperature=0.0))
-    settings = {"tokens": tuple(PROMPTS[0]), "max_tokens": 12, "ignore_eos": True, **request}
-    engine.submit(GenerationRequest(new_request_id(), sampling=sampling, **settings), events.append)
+    settings = {"sampling": SamplingParameters(temperature=0.0), "ignore_eos": True, **request}
+    engine.submit(GenerationRequest(new_request_id(), **settings), events.append)
     while engine.turn():
         pass
     tokens = [token for event in events if isinstance(event, Chunk) for token in event.tokens]
     (final,) = (event for event in events if isinstance(event, Final))
-    return tokens, final.reason, executor.asked, engine
+    return tokens, final.reason
+
+
+def answer(
+    model: ModelFile, step_ahead: int, ahead_seconds: float = math.inf, **request: Any
+) -> tuple[list[int], str, list[int], Engine]:
+    """(tokens, reason, steps ahead that were asked for, the engine) of one request."""
+    executor = Counting(build_program(model), context=32, slots=2, max_rows=64)
+    tokenizer = Tokenizer.from_model_file(model)
+    engine = Engine(executor, tokenizer, None, step_ahead=step_ahead, ahead_seconds=ahead_seconds)
+    tokens, reason = generated(engine, **{"tokens": tuple(PROMPTS[0]), "max_tokens": 12, **request})
+    return tokens, reason, executor.asked, engine
 
 
 def test_the_engine_generates_the_same_tokens_in_fewer_steps(model: ModelFile) -> None:
@@ -206,18 +214,7 @@ def test_an_end_takes_the_rest_back(model: ModelFile) -> None:
     slot = engine._pool.slots[0]
     assert slot.count == len(PROMPTS[0]) + first, "what ran too far is not claimed"
     # and goes on from there as if nothing had run further
-    events: list[Any] = []
-    request = GenerationRequest(
-        new_request_id(),
-        tokens=(*PROMPTS[0], *wanted[: first + 1]),
-        max_tokens=3,
-        ignore_eos=True,
-        sampling=SamplingParameters(temperature=0.0),
-    )
-    engine.submit(request, events.append)
-    while engine.turn():
-        pass
-    more = [token for event in events if isinstance(event, Chunk) for token in event.tokens]
+    more, _ = generated(engine, tokens=(*PROMPTS[0], *wanted[: first + 1]), max_tokens=3)
     assert more == wanted[first + 1 : first + 4]
 
 
@@ -279,18 +276,6 @@ def test_several_streams_go_ahead_together_and_an_abort_ends_them(model: ModelFi
 def test_no_more_steps_than_there_is_time_for(model: ModelFile) -> None:
     """Whoever comes meanwhile waits for all of them: none if one alone takes longer than that, and the tokens stay."""
     wanted, _, _, _ = answer(model, 0)
-    executor = Counting(build_program(model), context=32, slots=2, max_rows=64)
-    engine = Engine(executor, Tokenizer.from_model_file(model), None, step_ahead=8, ahead_seconds=1e-9)
-    events: list[Any] = []
-    request = GenerationRequest(
-        new_request_id(),
-        tokens=tuple(PROMPTS[0]),
-        max_tokens=12,
-        ignore_eos=True,
-        sampling=SamplingParameters(temperature=0.0),
-    )
-    engine.submit(request, events.append)
-    while engine.turn():
-        pass
-    assert [token for event in events if isinstance(event, Chunk) for token in event.tokens] == wanted
-    assert not any(executor.asked)
+    tokens, _, asked, _ = answer(model, 8, ahead_seconds=1e-9)
+    assert tokens == wanted
+    assert not any(asked)

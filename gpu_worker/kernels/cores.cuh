@@ -130,7 +130,7 @@ DEVICE void attend_by_cores(const int* slots, const int* positions, const float*
     const bool early = (int(blockIdx.x) + 1) * SPLIT + STEP_ROWS <= position + 1;
     if (early) fetch(blockIdx.x, 0);
     await_previous();
-    Preparation<WIDTH> preparation;  // its loads before those of the cache: what is loaded comes in order
+    Preparation<WIDTH> preparation;  // asks for its rows before the cache's, which take longer
     if (FRESH) preparation.load(*fresh, q + first * q_head, q_head, count, fresh->key + group * fresh->key_head);
     if (!early) fetch(blockIdx.x, 0);
 

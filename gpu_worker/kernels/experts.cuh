@@ -104,7 +104,7 @@ DEVICE void close_item(const uint8_t* down, word outputs, uint8_t* hidden, word 
         constexpr bool UNITS = Units<Quant>::HAS;
         const int first = blockIdx.x, step = gridDim.x, lane = threadIdx.x & 31;
         const Activations x = {hidden, hidden + width, 0};
-        // The hidden row is asked for before the weights: what is loaded comes in order.
+        // The hidden row is asked for before the weights, which take longer.
         constexpr int AT_ONCE = 3;
         float4 low[AT_ONCE], high[AT_ONCE];
         auto load = [&](int from) {

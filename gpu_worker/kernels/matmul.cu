@@ -239,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS, Units<Quant>::RESIDEN
         uint8_t* rounded = reinterpret_cast<uint8_t*>(kept + width);
         const Activations x = {rounded, rounded + width, 0};
         NormedRow normed;
-        if (UNITS) normed.load(norm, 0, await_previous);  // before the weights: what is loaded comes in order
+        if (UNITS) normed.load(norm, 0, await_previous);  // before the weights, which take longer
         auto ready = [&] {
             if (!UNITS) normed.load(norm, 0, await_previous);
             normed.finish(norm, 0, kept);
