@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from bloomery.gpu_worker.chains import NormedExperts, NormedProduct, Summed
+from bloomery.gpu_worker.chains import NormedExperts, NormedProduct, Shared, Summed
+from bloomery.gpu_worker.hand_off_lowering import landing, lower_receive, sending
 from bloomery.gpu_worker.launches import MAX_ROWS, float_word
 from bloomery.gpu_worker.products import (
     FLOAT_TYPES,
@@ -22,6 +23,7 @@ from bloomery.gpu_worker.products import (
     ring_bytes,
     rows_of_warp,
 )
+from bloomery.runtime.ops_hand_off import HandOffReceive
 from bloomery.runtime.program import Add, MatMul, Op, RoutedExperts, Router
 
 if TYPE_CHECKING:
@@ -42,23 +44,37 @@ NO_SCORES: Final = (0,) * 10
 NO_RESIDUAL: Final = (0,) * 4
 
 
-def lower_chain(lowering: Lowering, chain: Summed | NormedProduct | NormedExperts) -> None:
+def lower_chain(lowering: Lowering, chain: Shared | Summed | NormedProduct | NormedExperts) -> None:
     """The launches of a chain; its ops one after the other where there is no kernel for all of it."""
     match chain:
         case Summed(op=MatMul() as product, add=add):
             lowering.lower_matmul(product, residual(lowering, add))
-        case Summed(op=RoutedExperts() as experts, add=add):
-            if joined_experts(lowering, experts):
-                open_and_close(lowering, experts, NO_SCORES, add)
-            else:
-                lowering.lower_each(experts, add)
+            _forget_written(lowering, product, add)
+        case Summed(op=HandOffReceive() as receive, add=add):
+            lower_receive(lowering, receive, add)
+            _forget_written(lowering, receive, add)
+        case Shared():
+            _experts(lowering, chain, None)
+        case Summed(op=Shared() as shared, add=add):
+            _experts(lowering, shared, add)
         case NormedProduct():
             _normed_product(lowering, chain)
         case NormedExperts():
             _normed_experts(lowering, chain)
-    if isinstance(chain, Summed):
-        for op in (chain.op, chain.add):
+
+
+def _forget_written(lowering: Lowering, *ops: Op | None) -> None:
+    for op in ops:
+        if op is not None:
             lowering.forget_written(op)
+
+
+def _experts(lowering: Lowering, shared: Shared, add: Add | None) -> None:
+    if joined_experts(lowering, shared.experts):
+        open_and_close(lowering, shared, NO_SCORES, add)
+        _forget_written(lowering, *shared.parts, add)
+    else:
+        lowering.lower_each(*shared.parts, *([add] if add else []))
 
 
 def residual(lowering: Lowering, add: Add | None) -> tuple[int, ...]:
@@ -125,14 +141,14 @@ def _place(lowering: Lowering, product: MatMul, i: int) -> tuple[int, int, int]:
 
 def _normed_experts(lowering: Lowering, chain: NormedExperts) -> None:
     """Scores of normed rows; then experts that choose for themselves."""
-    norm, product, router, experts = chain.norm, chain.routed.product, chain.routed.router, chain.experts
+    norm, product, router, experts = chain.norm, chain.routed.product, chain.routed.router, chain.shared.experts
     rows, width, count = lowering._count(product.x), product.x.elements, router.logits.elements
     weights, kind, row_bytes = lowering._weight(product.weights[0], width, count)
     fits = kind == "F32" and not product.biases[0] and rows <= MAX_ROWS and width % 4 == 0
     shared = (1 + _SCORERS) * 4 * width
     fits = fits and shared <= _LEAST_SHARED and count <= _MOST_EXPERTS and lowering.context.view(product.x)[1] % 4 == 0
     if not fits or not joined_experts(lowering, experts):
-        lowering.lower_each(norm, chain.routed, Summed(experts, chain.add) if chain.add else experts)
+        lowering.lower_each(norm, chain.routed, Summed(chain.shared, chain.add) if chain.add else chain.shared)
         return
     lowering._forget({norm.norm.out.buffer})
     words, made = _norm_words(lowering, norm)
@@ -151,10 +167,8 @@ def _normed_experts(lowering: Lowering, chain: NormedExperts) -> None:
     if made:
         lowering.formed["Q8_K"] = norm.norm.out, made
     lowering.label = f"{router.name} & {experts.name}"
-    open_and_close(lowering, experts, _scored(lowering, router), chain.add)
-    written: list[Op] = [product, router, experts, *([chain.add] if chain.add else [])]
-    for op in written:
-        lowering.forget_written(op)
+    open_and_close(lowering, chain.shared, _scored(lowering, router), chain.add)
+    _forget_written(lowering, product, router, *chain.shared.parts, chain.add)
 
 
 def _scored(lowering: Lowering, router: Router) -> tuple[int, ...]:
@@ -168,8 +182,10 @@ def joined_experts(lowering: Lowering, op: RoutedExperts) -> bool:
     return kinds[0] == kinds[1] not in FLOAT_TYPES and kinds[2] in SUPER_TYPES and op.ids.elements <= _MOST_USED
 
 
-def open_and_close(lowering: Lowering, op: RoutedExperts, scored: tuple[int, ...], add: Add | None) -> None:
-    """silu(gate) * up of every item; then down's products, their inputs rounded and their sums formed meanwhile."""
+def open_and_close(lowering: Lowering, shared: Shared, scored: tuple[int, ...], add: Add | None) -> None:
+    """silu(gate) * up of every item; then down's products, their inputs rounded and their sums formed meanwhile. Each
+    has a block more for the hand-off's half that it takes in."""
+    op = shared.experts
     rows, used, inputs, outputs = lowering._count(op.x), op.ids.elements, op.x.elements, op.out.elements
     hidden, experts = lowering.program.weights[op.gate].shape[1:]
     ids, mix, slots = lowering._row(op.ids), lowering._row(op.mix), lowering.context.slot_map(op.gate)
@@ -179,11 +195,12 @@ def open_and_close(lowering: Lowering, op: RoutedExperts, scored: tuple[int, ...
     opened = lowering.context.scratch("gate", lowering._room(op.x) * used * hidden * 4)
     most = max(1, _OPENERS_EACH * lowering.context.multiprocessors // max(1, rows * used))
     sets = blocks(2 * hidden, max(2, rows_of_warp(kind, inputs)))
-    grid = (min(blocks(sets, _OPENERS), most), used, rows)
+    grid = (min(blocks(sets, _OPENERS), most) + (shared.send is not None), used, rows)
     places = (gate, up, opened, hidden, hidden, x.values, x.scales, x.stride)
     words = (*places, *ids, *mix, used, slots, inputs, row_bytes, float_word(op.limit), *scored)
-    shared = _OPENERS * ring_bytes(lowering.program.weights[op.gate].quant_type) + inputs // 4 * 5
-    lowering.emit("matmul", "open_experts", grid, 32 * _OPENERS, *words, kind=kind, shared=shared)
+    words = (*words, *sending(lowering, shared.send))
+    memory = _OPENERS * ring_bytes(lowering.program.weights[op.gate].quant_type) + inputs // 4 * 5
+    lowering.emit("matmul", "open_experts", grid, 32 * _OPENERS, *words, kind=kind, shared=memory)
     down, kind, row_bytes = lowering._weight(op.down, hidden, outputs, experts)
     together = rows_of_warp(kind, hidden)
     sets = blocks(outputs, together)
@@ -191,10 +208,11 @@ def open_and_close(lowering: Lowering, op: RoutedExperts, scored: tuple[int, ...
     words = (down, *lowering._row(op.out), outputs, opened, hidden, *ids, *mix, used, slots, hidden, row_bytes)
     ring = ring_bytes(lowering.program.weights[op.down].quant_type)
     each = together * blocks(sets, closers)
-    shared = used * (ring + hidden // 4 * 5 + 4 * each)
+    memory = used * (ring + hidden // 4 * 5 + 4 * each)
     lowering.label = f"{op.name} & {add.name}" if add else op.name
-    words = (*words, each, *residual(lowering, add))
-    lowering.emit("matmul", "close_experts", (closers, rows), 32 * used, *words, kind=kind, shared=shared)
+    words = (*words, each, *residual(lowering, add), *landing(lowering, shared.receive))
+    grid = (closers + (shared.receive is not None), rows)
+    lowering.emit("matmul", "close_experts", grid, 32 * used, *words, kind=kind, shared=memory)
 
 
 def separate_experts(lowering: Lowering, op: RoutedExperts) -> None:

@@ -1,7 +1,8 @@
 """Chains: what a decode step's launches take over from their neighbours, so that fewer of them wait for one another.
 
 Owns the patterns beyond those of `fusions`: a residual sum formed by the product before it; a norm made by every block
-of the product after it; a choice of experts made by those that use it. It knows no kernel and no memory.
+of the product after it; a choice of experts made by those that use it; hand-offs taken in by the experts beside them.
+It knows no kernel and no memory.
 """
 
 from __future__ import annotations
@@ -10,14 +11,33 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from bloomery.gpu_worker.fusions import AddNorm, Attended, HeadJob, HeadRun, Routed
+from bloomery.runtime.ops_hand_off import HandOffReceive, HandOffSend
 from bloomery.runtime.program import Add, MatMul, Op, RmsNorm, RoutedExperts
 
 
 @dataclass(frozen=True)
-class Summed:
-    """A product or routed experts, and the sum of their result, which is kept, with what was there."""
+class Shared:
+    """Routed experts, what goes out to the host of their work, and what comes back if nothing happens meanwhile."""
 
-    op: MatMul | RoutedExperts
+    experts: RoutedExperts
+    send: HandOffSend | None = None
+    receive: HandOffReceive | None = None
+
+    @property
+    def parts(self) -> tuple[Op, ...]:
+        return tuple(op for op in (self.send, self.experts, self.receive) if op is not None)
+
+    @property
+    def name(self) -> str:
+        return " & ".join(op.name for op in self.parts)
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A product, routed experts or what the host did of them, and the sum of the result, which is kept, with what was
+    there."""
+
+    op: MatMul | Shared | HandOffReceive
     add: Add
 
     @property
@@ -43,12 +63,12 @@ class NormedExperts:
 
     norm: AddNorm
     routed: Routed
-    experts: RoutedExperts
+    shared: Shared
     add: Add | None
 
     @property
     def name(self) -> str:
-        names = [self.norm.name, self.routed.name, self.experts.name, *([self.add.name] if self.add else [])]
+        names = [self.norm.name, self.routed.name, self.shared.name, *([self.add.name] if self.add else [])]
         return " & ".join(names)
 
 
@@ -69,12 +89,12 @@ class FreshAttention:
 
 
 Fused = Op | AddNorm | HeadRun | Attended | Routed
-Chained = Fused | Summed | NormedProduct | NormedExperts | FreshAttention
+Chained = Fused | Shared | Summed | NormedProduct | NormedExperts | FreshAttention
 
 
 def chained(ops: Iterable[Fused]) -> Iterator[Chained]:
     """The same ops in the same order, in chains as far as they go."""
-    parts = list(_summed(ops))
+    parts = list(_summed(_shared(list(ops))))
     at = 0
     while at < len(parts):
         taken = _experts(parts[at : at + 3]) or _product(parts[at : at + 2]) or _fresh(parts[at : at + 2])
@@ -86,12 +106,31 @@ def chained(ops: Iterable[Fused]) -> Iterator[Chained]:
         at += 1
 
 
-def _summed(ops: Iterable[Fused]) -> Iterator[Fused | Summed]:
+def _shared(ops: list[Fused]) -> Iterator[Fused | Shared]:
+    """Experts take the hand-offs beside them."""
+    at = 0
+    while at < len(ops):
+        match ops[at : at + 3]:
+            case [HandOffSend() as send, RoutedExperts() as experts, HandOffReceive() as receive]:
+                yield Shared(experts, send, receive)
+                at += 3
+            case [HandOffSend() as send, RoutedExperts() as experts, *_]:
+                yield Shared(experts, send)
+                at += 2
+            case [RoutedExperts() as experts, *_]:
+                yield Shared(experts)
+                at += 1
+            case [op, *_]:
+                yield op
+                at += 1
+
+
+def _summed(ops: Iterable[Fused | Shared]) -> Iterator[Fused | Shared | Summed]:
     """Sums go to the product before them."""
-    before: Fused | None = None
+    before: Fused | Shared | None = None
     for op in ops:
         add = op if isinstance(op, Add) else op.add if isinstance(op, AddNorm) else None
-        if add is not None and isinstance(before, MatMul | RoutedExperts) and _adds(before, add):
+        if add is not None and isinstance(before, MatMul | Shared | HandOffReceive) and _adds(before, add):
             yield Summed(before, add)
             before = replace(op, add=None) if isinstance(op, AddNorm) else None
             continue
@@ -102,14 +141,15 @@ def _summed(ops: Iterable[Fused]) -> Iterator[Fused | Summed]:
         yield before
 
 
-def _adds(op: MatMul | RoutedExperts, add: Add) -> bool:
-    outs = op.outs if isinstance(op, MatMul) else (op.out,)
-    read = {op.x.buffer, add.y.buffer}
+def _adds(op: MatMul | Shared | HandOffReceive, add: Add) -> bool:
     whole = all(view.contiguous for view in (add.x, add.y, add.out))
-    return whole and outs == (add.y,) and not read & {add.x.buffer, add.out.buffer}
+    if isinstance(op, HandOffReceive):  # one thread has an element from beginning to end
+        return whole and op.out in (add.x, add.y) and add.x != add.y
+    outs, x = (op.outs, op.x) if isinstance(op, MatMul) else ((op.experts.out,), op.experts.x)
+    return whole and outs == (add.y,) and not {x.buffer, add.y.buffer} & {add.x.buffer, add.out.buffer}
 
 
-def _product(parts: list[Fused | Summed]) -> NormedProduct | None:
+def _product(parts: list[Fused | Shared | Summed]) -> NormedProduct | None:
     match parts:
         case [AddNorm(add=None, norm=norm) as first, MatMul() as product] if product.x == norm.out:
             if _apart(norm) and norm.x.buffer not in {view.buffer for view in product.outs}:
@@ -117,7 +157,7 @@ def _product(parts: list[Fused | Summed]) -> NormedProduct | None:
     return None
 
 
-def _fresh(parts: list[Fused | Summed]) -> FreshAttention | None:
+def _fresh(parts: list[Fused | Shared | Summed]) -> FreshAttention | None:
     match parts:
         case [HeadRun() as run, Attended(attention=attention) as attended]:
             written = {job.write.state: job for job in run.jobs if job.write is not None and job.write.start == 0}
@@ -133,16 +173,16 @@ def _fresh(parts: list[Fused | Summed]) -> FreshAttention | None:
     return None
 
 
-def _experts(parts: list[Fused | Summed]) -> NormedExperts | None:
+def _experts(parts: list[Fused | Shared | Summed]) -> NormedExperts | None:
     match parts:
-        case [AddNorm(add=None, norm=norm) as first, Routed() as routed, RoutedExperts() | Summed() as last]:
-            experts = last.op if isinstance(last, Summed) else last
-            if not isinstance(experts, RoutedExperts) or not _apart(norm):
+        case [AddNorm(add=None, norm=norm) as first, Routed() as routed, Shared() | Summed() as last]:
+            shared = last.op if isinstance(last, Summed) else last
+            if not isinstance(shared, Shared) or not _apart(norm):
                 return None
-            router = routed.router
+            experts, router = shared.experts, routed.router
             same = (experts.x, experts.ids, experts.mix) == (norm.out, router.ids, router.mix)
             if same and routed.product.x == norm.out and router.groups == 1:
-                return NormedExperts(first, routed, experts, last.add if isinstance(last, Summed) else None)
+                return NormedExperts(first, routed, shared, last.add if isinstance(last, Summed) else None)
     return None
 
 

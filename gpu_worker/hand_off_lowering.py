@@ -1,6 +1,7 @@
 """Lowering of hand-offs: where the card's two kernels find their words, and memory of the host as the card sees it.
 
-Owns the addresses of the arena's hand-off buffers on the card and the parameters of both kernels.
+Owns the addresses of the arena's hand-off buffers on the card, and the parameters of both halves: as kernels, and as
+parts of other kernels.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from bloomery.runtime.expert_tiers import ExpertTiers
 from bloomery.runtime.hand_off import BUFFERS
 from bloomery.runtime.leg_times import offset
 from bloomery.runtime.ops_hand_off import HandOffReceive, HandOffSend
+from bloomery.runtime.program import Add, View
 
 if TYPE_CHECKING:
     from bloomery.gpu_worker.lowering import Lowering
 
 _THREADS: Final = 512
+_MOST_BROUGHT: Final = 12288  # hand_off.cu
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class HostSide:
     there: tuple[tuple[int, ExpertTiers], ...] = ()
 
     def addresses(self, on_card: Callable[[int], int], state: int) -> HandOffAddresses:
-        """`on_card` gives the card's address for one of this process; `state` is two words of the card's memory."""
+        """`on_card` gives the card's address for one of this process; `state` is three words of the card's memory."""
         layout, address = self.arena.layout, self.arena.address
 
         def place(name: str) -> tuple[int, int]:
@@ -53,40 +56,67 @@ class HostSide:
         words, control = on_card(address("hand_off")), on_card(address("control"))
         times = on_card(address("leg_times")) if self.timed else 0
         waits = (self.ranks, self.deadline_ns, self.first)
-        return HandOffAddresses(words, control, state, state + 8, *waits, buffers, times)
+        return HandOffAddresses(words, control, state, state + 8, state + 16, *waits, buffers, times)
 
 
 def lower_hand_off(lowering: Lowering, op: HandOffSend | HandOffReceive) -> None:
-    """The launch of a hand-off's half."""
+    """The launch of a hand-off's half that nothing beside it takes in."""
     if isinstance(op, HandOffSend):
-        _lower_send(lowering, op)
+        lower_send(lowering, op)
     else:
-        _lower_receive(lowering, op)
+        lower_receive(lowering, op, None)
 
 
-def _lower_send(lowering: Lowering, op: HandOffSend) -> None:
+def lower_send(lowering: Lowering, op: HandOffSend) -> None:
     """One block: x, the ids that lie on the host, their weights, the flag."""
-    place = lowering.context.hand_off
-    sources = (*lowering._row(op.x), *lowering._row(op.ids), *lowering._row(op.mix))
+    chosen = (*lowering._row(op.ids), *lowering._row(op.mix), lowering.context.slot_map(op.experts))
     sizes = (lowering._count(op.x), op.x.elements, op.ids.elements)
-    to = place.buffers[lowering.program.buffers[op.x.buffer].rows]
-    words = (*sources, lowering.context.slot_map(op.experts), *sizes, *to.x, *to.ids, *to.mix)
-    state = (place.control, place.words, place.step, op.index, int(op.index == place.first))
-    _emit(lowering, "send", op.index, *words, *state)
+    lowering.emit("hand_off", "send", (1,), _THREADS, *chosen, *sizes, *sending(lowering, op))
 
 
-def _lower_receive(lowering: Lowering, op: HandOffReceive) -> None:
-    """One block: every rank's flag, then the sum."""
+def lower_receive(lowering: Lowering, op: HandOffReceive, add: Add | None) -> None:
+    """One block: every rank's flag, then the sum, and perhaps the sum of it and something else."""
+    added = (0,) * 4
+    if add is not None:
+        plus = add.y if add.x == op.out else add.x
+        added = (*lowering.context.view(plus), *lowering.context.view(add.out))
+    count, width = lowering._count(op.x), op.x.elements
+    words = (*lowering._row(op.x), *lowering._row(op.out), count, width, *receiving(lowering, op), *added)
+    shared = 4 * width if count == 1 and width <= _MOST_BROUGHT else 0
+    lowering.emit("hand_off", "receive", (1,), _THREADS, *words, shared=shared)
+
+
+def sending(lowering: Lowering, op: HandOffSend | None) -> tuple[int, ...]:
+    """The Sending of hand_off.cuh; of no op: one that sends nothing."""
+    if op is None:
+        return (0,) * 14
     place = lowering.context.hand_off
-    answer = place.buffers[lowering.program.buffers[op.x.buffer].rows].out
-    words = (*lowering._row(op.x), *lowering._row(op.out), lowering._count(op.x), op.x.elements, *answer)
-    state = (place.control, place.words, place.step, place.cut, op.index, place.ranks, place.deadline_ns)
-    _emit(lowering, "receive", op.index, *words, *state)
+    to = _payload(lowering, op.x)
+    ours = (place.control, place.words, place.step, op.index, int(op.index == place.first))
+    return (*lowering._row(op.x), *to.x, *to.ids, *to.mix, *ours, _times(place, op.index))
 
 
-def _emit(lowering: Lowering, kernel: str, index: int, *words: int) -> None:
-    """The kernel, or the one that also notes times, if they are asked for."""
-    times = lowering.context.hand_off.times
-    if times:
-        kernel, words = f"{kernel}_timed", (*words, times + offset(index))
-    lowering.emit("hand_off", kernel, (1,), _THREADS, *words)
+def receiving(lowering: Lowering, op: HandOffReceive) -> tuple[int, ...]:
+    """The Receiving of hand_off.cuh."""
+    place = lowering.context.hand_off
+    waits = (op.index, place.ranks, place.deadline_ns)
+    ours = (place.control, place.words, place.step, place.cut)
+    return (*_payload(lowering, op.x).out, *ours, *waits, _times(place, op.index))
+
+
+def landing(lowering: Lowering, op: HandOffReceive | None) -> tuple[int, ...]:
+    """The Landing of hand_off.cuh; of no op: one that nothing lands at."""
+    if op is None:
+        return (0,) * 13
+    width = op.x.elements
+    rows = lowering.context.scratch("landed", 4 * width * lowering._room(op.x))
+    return (*receiving(lowering, op), rows, width, lowering.context.hand_off.landed)
+
+
+def _payload(lowering: Lowering, x: View) -> HandOffBuffers:
+    return lowering.context.hand_off.buffers[lowering.program.buffers[x.buffer].rows]
+
+
+def _times(place: HandOffAddresses, index: int) -> int:
+    """Where a hand-off's times go, if somebody asked for them."""
+    return place.times + offset(index) if place.times else 0

@@ -24,7 +24,7 @@ from bloomery.gpu_worker.chain_lowering import (
     open_and_close,
     separate_experts,
 )
-from bloomery.gpu_worker.chains import Chained, FreshAttention, NormedExperts, NormedProduct, Summed, chained
+from bloomery.gpu_worker.chains import Chained, FreshAttention, NormedExperts, NormedProduct, Shared, Summed, chained
 from bloomery.gpu_worker.fusions import MOST_JOBS, AddNorm, Attended, HeadRun, Routed, fused
 from bloomery.gpu_worker.hand_off_lowering import lower_hand_off
 from bloomery.gpu_worker.launches import MAX_ROWS, CardContext, KernelName, Launch, float_word
@@ -115,7 +115,7 @@ class Lowering:
                     self._attention(op)
                 case FreshAttention():
                     lower_fresh(self, op)
-                case Summed() | NormedProduct() | NormedExperts():
+                case Shared() | Summed() | NormedProduct() | NormedExperts():
                     lower_chain(self, op)
                 case _:
                     self._lower(op)
@@ -441,7 +441,7 @@ class Lowering:
 
     def _routed_experts(self, op: RoutedExperts) -> None:
         if joined_experts(self, op):
-            open_and_close(self, op, NO_SCORES, None)
+            open_and_close(self, Shared(op), NO_SCORES, None)
         else:
             separate_experts(self, op)
 

@@ -16,19 +16,19 @@ hand_off.x, .ids, .mix (written by the card) and .out (written by the host): one
 one for those of layers that compute the wanted rows only.
 
 A hand-off k of step n, in order:
-1. The card's send kernel stores the payload into mapped memory (16-byte stores of one block), passes a block barrier
+1. One block of the card stores the payload into mapped memory (16 bytes at a time), passes a block barrier
    and a system fence, and stores n << STAGE_BITS | k + 1 into its FLAG (release, system scope). Over PCIe the flag's
    write stays behind the payload's: who sees the flag (acquire) sees the payload.
 2. Every host rank waits for that flag itself, and computes. Barriers among the ranks are the interpreter's.
 3. Rank r stores its part of .out, then the same number into its FLAG (release). x86 keeps stores in order.
-4. The card's receive kernel waits for every rank's flag (acquire, system scope), one thread for each; after a block
-   barrier the block reads .out past its caches and adds it.
+4. One block of the card waits for every rank's flag (acquire, system scope), one thread for each; after a block
+   barrier it reads .out past its caches.
 One set is enough: the card writes those of hand-off k + 1 only after it has seen all ranks' flags of
 hand-off k, and a rank raises its flag only when it, and by the barriers before it every rank, has done with x, ids and
 mix of k; a rank writes .out of k + 1 only after the card's flag of k + 1, which the card raises after it has read .out
 of k.
 
-A lost peer ends the step on both sides. The receive kernel looks at ABORT and POISON of the control block and at the
+A lost peer ends the step on both sides. The block that waits looks at ABORT and POISON of the control block and at the
 wall clock; when it gives up it notes the step in a word of the card's memory, so that later receives of the step do
 not wait, and fills line 1 for its worker. A rank that waits looks at the same words and has a deadline of its own. What
 a cut step computed is thrown away.

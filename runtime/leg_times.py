@@ -11,8 +11,9 @@ Region `leg_times` of an arena with a card, written by the card's worker and its
 |                   | first of these copies to the end of the last                                       |
 | LINE + 32 * index | of hand-off `index`: SENT, BEGUN, SEEN                                              |
 
-SENT is when the card's flag of the hand-off was stored, BEGUN when its receive kernel began to look for the host's,
-SEEN when it had seen all of them: nanoseconds of the card's clock, which some cards advance by a microsecond at a time.
+SENT is when the card's flag of the hand-off was stored, BEGUN when all its own work before the sum with the host's was
+done, SEEN when it had seen all of the host's flags, which it looks for meanwhile: nanoseconds of the card's clock,
+which some cards advance by a microsecond at a time.
 """
 
 from __future__ import annotations
@@ -98,10 +99,10 @@ def leg_figures(steps: Sequence[StepLegs], host_seconds: Sequence[float]) -> Leg
     times = np.stack([step.hand_offs for step in steps]).astype(np.float64) / 1e9
     whole = float(np.mean([step.card_ns for step in steps])) / 1e9
     sent, begun, seen = (times[:, :, column] for column in (SENT, BEGUN, SEEN))
-    waits, round_trips, legs = seen - begun, seen - sent, begun - sent
+    waits, round_trips, legs = np.maximum(seen - begun, 0), seen - sent, begun - sent
     wait = float(waits.sum(axis=1).mean())
     host = np.asarray(host_seconds, np.float64)
     assert host.shape == (times.shape[1],)
-    outside = whole - float(round_trips.sum(axis=1).mean())
+    outside = whole - float(np.maximum(round_trips, legs).sum(axis=1).mean())
     bound = outside + float(np.maximum(legs.mean(axis=0), host).sum())
     return LegFigures(whole - wait, float(host.sum()), wait, bound, round_trips.reshape(-1), waits.reshape(-1))

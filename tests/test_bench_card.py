@@ -208,19 +208,20 @@ def test_options_of_cards_and_builds_that_cannot_be_meant(arguments: tuple[str, 
 
 
 def test_figures_of_legs_are_what_the_times_say() -> None:
-    """Two hand-offs: the host is the longer leg of the first, the card of the second."""
+    """Three hand-offs: the host is the longer leg of the first, the card of the second, and of the third, where the
+    host had answered before the card was done."""
 
     def step(late: int) -> StepLegs:
-        times = np.array([[100, 110, 140 + late], [200, 250, 251]], np.int64) * 1000
-        return StepLegs(300_000 + 1000 * late, times)
+        times = np.array([[100, 110, 140 + late], [200, 250, 251], [300, 340, 320]], np.int64) * 1000
+        return StepLegs(400_000 + 1000 * late, times)
 
-    found = leg_figures([step(0), step(10)], [35e-6, 20e-6])
-    assert found.wait == pytest.approx(36e-6) and found.card == pytest.approx(305e-6 - 36e-6)
-    assert found.host == pytest.approx(55e-6)
-    # outside of both round trips 305 - (45 + 51), then the host's 35 (the card's 10) and the card's 50 (the host's 20)
-    assert found.bound == pytest.approx((305 - 96 + 35 + 50) * 1e-6)
-    np.testing.assert_allclose(sorted(1e6 * found.round_trips), [40, 50, 51, 51])
-    np.testing.assert_allclose(sorted(1e6 * found.waits), [1, 1, 30, 40])
+    found = leg_figures([step(0), step(10)], [35e-6, 20e-6, 15e-6])
+    assert found.wait == pytest.approx(36e-6) and found.card == pytest.approx(405e-6 - 36e-6)
+    assert found.host == pytest.approx(70e-6)
+    # outside of hand-offs 405 - (45 + 51 + 40); the host's 35 (the card's 10), the card's 50 (20), the card's 40 (15)
+    assert found.bound == pytest.approx((405 - 136 + 35 + 50 + 40) * 1e-6)
+    np.testing.assert_allclose(sorted(1e6 * found.round_trips), [20, 20, 40, 50, 51, 51])
+    np.testing.assert_allclose(sorted(1e6 * found.waits), [0, 0, 1, 1, 30, 40])
 
 
 def test_words_of_another_step_say_nothing() -> None:

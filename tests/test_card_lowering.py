@@ -29,7 +29,8 @@ from bloomery.runtime.program import Program
 from bloomery.runtime.split_program import card_part
 
 STEP = ("Jobs", 20), ("Input", 6), ("Cache", 3), ("HeadJobs", 36), ("Ring", 5), ("Groups", 7), ("Choice", 7)
-STEP += ("Scored", 10), ("Fresh", 13), ("Normed", 10), ("Residual", 4)
+STEP += ("Scored", 10), ("Fresh", 13), ("Normed", 10), ("Residual", 4), ("Sending", 14), ("Receiving", 10)
+STEP += ("Landing", 13), ("Added", 4)
 """Parameters that are structs of words, and of how many."""
 
 
@@ -82,22 +83,38 @@ def test_quantised_programs(name: str) -> None:
     assert len(without) < len(launches), "rows that nobody wants logits of cost a head"
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ["qwen3moe-Q4_K_M", "deepseek2-v3-Q3_K_M"])
+def test_hand_offs_join_the_experts_beside_them(name: str, rows: int) -> None:
+    """A layer whose experts nothing follows has as many launches as without hand-offs; where work of the card follows,
+    one more, which takes the sum behind it."""
+    program = program_of(quantised_file(name))
+    layers = (0, 2)
+    card = card_part(program, layers)
+    whole, launches = (lower(each, NoCard(each), rows, 1) for each in (program, card))
+    check(launches)
+    apart = [launch for launch in launches if launch.kernel.file == "hand_off"]
+    expected = [] if name.startswith("qwen3moe") else [f"blk.{1 + layer}" for layer in layers]  # the first is dense
+    assert [launch.kernel.function for launch in apart] == ["receive"] * len(expected)
+    assert [launch.label.split(".routed")[0] for launch in apart] == expected
+    assert len(launches) == len(whole) + len(expected)
+    assert all("add_shexp" in launch.label for launch in apart)
+
+
 @pytest.mark.parametrize("times", [0, 4096])
 def test_hand_offs_with_and_without_times(times: int) -> None:
-    """The kernels that note times are launched only where somebody asks, each with a place of its own."""
-    program = program_of(quantised_file("qwen3moe-Q4_K_M"))
+    """Times have a place only where somebody asks, each hand-off one of its own."""
+    program = program_of(quantised_file("deepseek2-v3-Q3_K_M"))
     layers = (0, 2)
     card = card_part(program, layers)
     context = NoCard(card)
     context.hand_off = replace(NoCard.hand_off, times=times)
-    launches = [launch for launch in lower(card, context, 3, 1) if launch.kernel.file == "hand_off"]
-    check(launches)
-    ending = "_timed" if times else ""
-    assert [launch.kernel.function for launch in launches] == [f"send{ending}", f"receive{ending}"] * 2
-    if times:
-        places = [launch.words[-1] for launch in launches]
-        assert places == [times + offset(layer) for layer in layers for _ in range(2)]
-        assert max(places) + HAND_OFF_BYTES <= times + leg_bytes(1 + max(layers))
+    launches = lower(card, context, 3, 1)
+    places = [launch.words[-1] for launch in launches if launch.kernel.function == "open_experts"]
+    places += [launch.words[-5] for launch in launches if launch.kernel.function == "receive"]
+    places = [place for place in places if place]
+    assert places == [times + offset(layer) for layer in layers] * 2 if times else not places
+    assert max(places, default=0) + HAND_OFF_BYTES <= times + leg_bytes(1 + max(layers))
 
 
 def test_steps_ahead_end_with_the_record_of_the_next() -> None:

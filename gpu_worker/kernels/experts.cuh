@@ -1,13 +1,14 @@
 // Routed experts of a few rows in two launches: gate and up with the choice of experts, down with the sum by ranks. A part of
 // matmul.cu, which has what it is made of (Quant, Residual, copy_row).
 #pragma once
+#include "hand_off.cuh"
 #include "router.cuh"
 #include "units.cuh"
 
 template <class Quant>
 DEVICE void open_items(const uint8_t* gate, const uint8_t* up, float* out, word outputs, const Activations& x, word width,
-                       word row_bytes, uint8_t* ring, float limit) {
-    const int first = threadIdx.x / 32 * gridDim.x + blockIdx.x, step = gridDim.x * int(blockDim.x / 32);
+                       word row_bytes, uint8_t* ring, float limit, int block, int blocks) {
+    const int first = int(threadIdx.x / 32) * blocks + block, step = blocks * int(blockDim.x / 32);
     float opened = 0.0f;
     if constexpr (Units<Quant>::HAS) {  // rows gate 0, up 0, gate 1, ...; where a warp has one row at a time, gate comes first
         const int bits = row_bits(int(width)), mine = row_of_lane(int(width)), lanes = 1 << lane_bits(int(width));
@@ -47,14 +48,35 @@ DEVICE void open_items(const uint8_t* gate, const uint8_t* up, float* out, word 
     }
 }
 
+// What the host is to do of all rows, by one block beside those that open experts: it needs the choice as they do.
+DEVICE void hand_over(const Sending& sending, const Scored& scored, BlockChoice& choice, const int* slots, const int* ids,
+                      word ids_stride, const float* mix, word mix_stride, int used, int width) {
+    __shared__ float mixes[MOST_USED];
+    send_rows(sending, gridDim.z, width);
+    for (int row = 0; row < gridDim.z; ++row) {
+        if (scored.logits) choose(scored, row, choice);
+        if (threadIdx.x >= 32) continue;
+        if (scored.logits) {
+            const float mine = mix_of_lane(scored.how, choice);
+            if (threadIdx.x < used) mixes[threadIdx.x] = mine;
+            __syncwarp();
+        }
+        const int* chosen = scored.logits ? choice.experts : ids + row * ids_stride;
+        send_ids(sending, row, chosen, scored.logits ? mixes : mix + row * mix_stride, slots, used);
+        __syncwarp();
+    }
+    raise_flag(sending);
+}
+
 // Grid (blocks of warps, ranks, rows): silu(gate) * up of every item; a warp takes the same row of both. See `experts`. With
-// scores the choice is made here, by every block for itself, and written to ids and mix. Dynamic shared memory: the
-// rings, and x (width * 5 / 4 bytes).
+// scores the choice is made here, by every block for itself, and written to ids and mix. If there is something to send, the
+// first block does that, and the ranks' and rows' first blocks nothing. Dynamic shared memory: the rings, and x (width * 5 / 4
+// bytes).
 // Bounds are those of 64 registers (but for Q6_K), so that blocks of close_experts find room beside.
 extern "C" __global__ void __launch_bounds__(512, Units<Quant>::RESIDENT)
     open_experts(const uint8_t* gate, const uint8_t* up, float* out, word out_stride, word outputs, const uint8_t* values,
                  const uint8_t* scales, word x_stride, int* ids, word ids_stride, float* mix, word mix_stride, word used,
-                 const int* slots, word width, word row_bytes, double limit, Scored scored) {
+                 const int* slots, word width, word row_bytes, double limit, Scored scored, Sending sending) {
     DYNAMIC_SHARED(uint8_t, rings);
     __shared__ BlockChoice choice;
     __shared__ int map[MOST_CHOSEN_FROM];
@@ -62,8 +84,14 @@ extern "C" __global__ void __launch_bounds__(512, Units<Quant>::RESIDENT)
     if (scored.logits)
         for (int i = threadIdx.x; i < scored.how.experts; i += blockDim.x) map[i] = slots[i];
     const int rank = blockIdx.y, row = blockIdx.z, item = row * int(used) + rank;
+    const int senders = sending.to_x ? 1 : 0, block = int(blockIdx.x) - senders, blocks = int(gridDim.x) - senders;
     uint8_t* held = rings + (Units<Quant>::HAS ? 0 : blockDim.x / 32 * ring_bytes<Quant>());
     await_previous();
+    if (block < 0) {
+        if (blockIdx.y == 0 && blockIdx.z == 0)
+            hand_over(sending, scored, choice, slots, ids, ids_stride, mix, mix_stride, int(used), int(width));
+        return;
+    }
     if (Quant::FORM != FORM_FLOAT) {
         const Activations given = {values + row * x_stride, scales + row * x_stride, x_stride};
         copy_row<Units<Quant>::HAS>(given, int(width), held, threadIdx.x, blockDim.x);
@@ -73,9 +101,9 @@ extern "C" __global__ void __launch_bounds__(512, Units<Quant>::RESIDENT)
         choose(scored, row, choice);
         const int expert = choice.experts[rank];
         slot = map[expert];
-        if (blockIdx.x == 0 && threadIdx.x < 32) {
-            const float mine = mix_of(scored.how, choice, rank);
-            if (threadIdx.x == 0) ids[row * ids_stride + rank] = expert, mix[row * mix_stride + rank] = mine;
+        if (block == 0 && threadIdx.x < 32) {
+            const float mine = mix_of_lane(scored.how, choice);
+            if (threadIdx.x == rank) ids[row * ids_stride + rank] = expert, mix[row * mix_stride + rank] = mine;
         }
     } else {
         slot = slots[ids[row * ids_stride + rank]];
@@ -83,12 +111,12 @@ extern "C" __global__ void __launch_bounds__(512, Units<Quant>::RESIDENT)
     }
     out += item * out_stride;
     if (slot < 0) {
-        for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < outputs; i += gridDim.x * blockDim.x) out[i] = 0.0f;
+        for (int i = block * int(blockDim.x) + int(threadIdx.x); i < outputs; i += blocks * int(blockDim.x)) out[i] = 0.0f;
         return;
     }
     const word at = slot * row_bytes * outputs;
     const Activations x = {held, held + width, 0};
-    open_items<Quant>(gate + at, up + at, out, outputs, x, width, row_bytes, warp_ring(rings), float(limit));
+    open_items<Quant>(gate + at, up + at, out, outputs, x, width, row_bytes, warp_ring(rings), float(limit), block, blocks);
 }
 
 // Weight rows that a warp of close_experts takes together, as a power of two.
@@ -99,10 +127,10 @@ DEVICE int bits_closed(int width) {
 
 template <class Quant, class Ready>
 DEVICE void close_item(const uint8_t* down, word outputs, uint8_t* hidden, word width, word row_bytes, uint8_t* ring,
-                       const float* opened, float* sums, Ready ready) {
+                       const float* opened, float* sums, Ready ready, int first, int step) {
     if constexpr (Quant::FORM == FORM_Q8_K) {
         constexpr bool UNITS = Units<Quant>::HAS;
-        const int first = blockIdx.x, step = gridDim.x, lane = threadIdx.x & 31;
+        const int lane = threadIdx.x & 31;
         const Activations x = {hidden, hidden + width, 0};
         // The hidden row is asked for before the weights, which take longer.
         constexpr int AT_ONCE = 3;
@@ -158,11 +186,12 @@ DEVICE void close_item(const uint8_t* down, word outputs, uint8_t* hidden, word 
 // Grid (blocks that share the outputs, rows), a warp for each item of a row. Outputs come in pairs, or as many as a warp has
 // rows at a time (units.cuh). Dynamic shared memory: the warps' rings, if the type has them, the items' hidden rows as Q8_K (width
 // * 5 / 4 bytes), their sums (`outputs_each` of a block). The hidden rows are f32 and rounded by every block for itself; a row's items are
-// summed by ranks, as experts_sum does, and the residual added.
+// summed by ranks, as experts_sum does, and the residual added. If the host has part of the sums, a row's blocks are one more,
+// the first of which brings them.
 extern "C" __global__ void __launch_bounds__(32 * MOST_USED)
     close_experts(const uint8_t* down, float* out, word out_stride, word outputs, const float* opened, word opened_stride,
                   const int* ids, word ids_stride, const float* mix, word mix_stride, word used, const int* slots,
-                  word width, word row_bytes, word outputs_each, Residual residual) {
+                  word width, word row_bytes, word outputs_each, Residual residual, Landing landing) {
     DYNAMIC_SHARED(uint8_t, memory);
     __shared__ int places[MOST_USED];
     __shared__ float mixes[MOST_USED];
@@ -170,13 +199,16 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_USED)
     if constexpr (Quant::FORM == FORM_Q8_K) {
         constexpr int RING = Units<Quant>::HAS ? 0 : ring_bytes<Quant>();
         const int row = blockIdx.y, item = threadIdx.x / 32, lane = threadIdx.x & 31, bits = bits_closed(int(width));
-        const int each = int(outputs_each);
-        auto output_of = [&](int i) {
-            return (int(blockIdx.x) + (i >> bits) * int(gridDim.x)) << bits | (i & ((1 << bits) - 1));
-        };
+        const int each = int(outputs_each), receivers = landing.receiving.from ? 1 : 0;
+        const int block = int(blockIdx.x) - receivers, blocks = int(gridDim.x) - receivers;
+        auto output_of = [&](int i) { return (block + (i >> bits) * blocks) << bits | (i & ((1 << bits) - 1)); };
         uint8_t* hidden = memory + used * RING;
         float* sums = reinterpret_cast<float*>(hidden + used * (width / 4 * 5));
         await_previous();
+        if (block < 0) {
+            if (row == 0) land(landing, gridDim.y, int(outputs));
+            return;
+        }
         if (threadIdx.x < used) {
             places[threadIdx.x] = slots[ids[row * ids_stride + threadIdx.x]];
             mixes[threadIdx.x] = mix[row * mix_stride + threadIdx.x];
@@ -195,14 +227,16 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_USED)
         } else {
             close_item<Quant>(down + slot * row_bytes * outputs, outputs, hidden + item * (width / 4 * 5), width, row_bytes,
                               memory + item * RING, opened + (row * used + item) * opened_stride,
-                              sums + item * each, ready);
+                              sums + item * each, ready, block, blocks);
         }
+        if (receivers && threadIdx.x == 0) await_landing(landing, row == 0 && block == 0);
         __syncthreads();
         for (int i = threadIdx.x; i < each; i += blockDim.x) {
             const int output = output_of(i);
             if (output >= outputs) continue;
             float total = 0.0f;
             for (int a = 0; a < used; ++a) total = __fadd_rn(total, __fmul_rn(mixes[a], sums[a * each + i]));
+            if (receivers) total = __fadd_rn(total, __ldcg(landing.rows + row * landing.row + output));
             out[row * out_stride + output] = total;
             if (residual.plus) {
                 if (i != own) before = residual.plus[row * residual.plus_stride + output];

@@ -182,12 +182,11 @@ DEVICE void choose(const Scored& scored, int row, BlockChoice& choice) {
         choose_of<8>(scored, row, choice);
 }
 
-// The mixing weight of the expert chosen `rank`-th, as route_row makes it. All lanes of a warp call it.
-DEVICE float mix_of(const Choice& how, const BlockChoice& choice, int rank) {
+// The mixing weight of the expert chosen k-th to lane k, as route_row makes it. All lanes of a warp call it.
+DEVICE float mix_of_lane(const Choice& how, const BlockChoice& choice) {
     const int lane = threadIdx.x & 31;
     const float mine = lane < how.used ? choice.scores[choice.experts[lane]] : 0.0f;
     float total = 0.0f;
     for (int k = 0; k < int(how.used); ++k) total = __fadd_rn(total, __shfl_sync(~0u, mine, k));
-    const float divisor = how.normalise ? fmaxf(total, 6.103515625e-05f) : 1.0f;
-    return __shfl_sync(~0u, mine, rank) / divisor * float(how.scale);
+    return mine / (how.normalise ? fmaxf(total, 6.103515625e-05f) : 1.0f) * float(how.scale);
 }

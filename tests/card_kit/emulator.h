@@ -315,9 +315,11 @@ using std::max;
 using std::min;
 inline int min(int a, unsigned b) { return std::min(a, int(b)); }
 
-// ---- hand_off.cu
+// ---- hand_off.cuh
 inline void store_release(long long* at, long long value) { __atomic_store_n(at, value, __ATOMIC_RELEASE); }
 inline long long load_acquire(const long long* at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
+inline void store_release_here(long long* at, long long value) { store_release(at, value); }
+inline long long load_acquire_here(const long long* at) { return load_acquire(at); }
 inline long long now() {
     timespec time;
     clock_gettime(CLOCK_MONOTONIC, &time);
