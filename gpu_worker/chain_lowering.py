@@ -211,8 +211,8 @@ def open_and_close(lowering: Lowering, shared: Shared, scored: tuple[int, ...], 
     memory = used * (ring + hidden // 4 * 5 + 4 * each)
     lowering.label = f"{op.name} & {add.name}" if add else op.name
     words = (*words, each, *residual(lowering, add), *landing(lowering, shared.receive))
-    grid = (closers + (shared.receive is not None), rows)
-    lowering.emit("matmul", "close_experts", grid, 32 * used, *words, kind=kind, shared=memory)
+    across = closers + (shared.receive is not None)
+    lowering.emit("matmul", "close_experts", (across, rows), 32 * used, *words, kind=kind, shared=memory)
 
 
 def separate_experts(lowering: Lowering, op: RoutedExperts) -> None:

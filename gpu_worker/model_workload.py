@@ -50,6 +50,7 @@ class ModelWorkload:
             "prompt_block": shape.max_rows,
             "cache_type": shape.cache_type,
             "card": start.card,
+            "deterministic": start.deterministic,
             "is_cut": is_cut,
             "progress": progress,
         }

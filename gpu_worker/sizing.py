@@ -22,7 +22,9 @@ class SizingContext:
 
     multiprocessors = 1
     step = prompt_step = StepAddresses(_NOWHERE, _NOWHERE, _NOWHERE, _NOWHERE)
-    hand_off = HandOffAddresses(*[_NOWHERE] * 5, 1, 0, 0, {"step": _BUFFERS, "out": _BUFFERS})
+    hand_off = HandOffAddresses(
+        _NOWHERE, _NOWHERE, _NOWHERE, _NOWHERE, _NOWHERE, 1, 0, 0, {"step": _BUFFERS, "out": _BUFFERS}
+    )
 
     def __init__(self, program: Program, context: int, cache_type: str) -> None:
         self._program = program

@@ -144,6 +144,7 @@ def build_parser() -> Parser:
     card.add_argument(
         "--shared-blocks", action="store_true", help="short prompt blocks leave some of the experts on the host there"
     )
+    card.add_argument("--deterministic", action="store_true", help="prompts take the path of decoding")
     peer = parser.add_argument_group("comparison")
     peer.add_argument("--against", choices=("llama.cpp",), help="alternate with this engine's installed wheel")
     peer.add_argument(
@@ -295,6 +296,7 @@ def card_plan(args: argparse.Namespace, model: ModelFile, threads: int, trials: 
         host_weights=args.host_weights,
         card_memory=args.card_memory or 0,
         shared_blocks=args.shared_blocks,
+        deterministic=args.deterministic,
         cache_ram=0,
     )
     return make_plan(config, build_program(model), machine_room(args.plan, config.card_memory))

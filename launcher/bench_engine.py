@@ -218,6 +218,7 @@ def start_on_card(path: str, program: Program, plan: Plan, cache_type: CacheType
         processes=plan.processes,
         stream_rows=plan.stream_rows,
         stream_tiers=plan.stream_tiers,
+        deterministic=plan.deterministic,
         time_legs=True,
         progress=progress,
         workload=CARD_WORKLOAD,

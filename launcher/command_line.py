@@ -52,6 +52,7 @@ DAEMON_OPTIONS = (
     ("card_memory", "card_memory", "--card-memory"),
     ("step_ahead", "step_ahead", "--step-ahead"),
     ("shared_blocks", "shared_blocks", "--shared-blocks"),
+    ("deterministic", "deterministic", "--deterministic"),
 )
 
 
@@ -318,6 +319,13 @@ def add_plan_options(group: argparse._ActionsContainer) -> None:
         const=True,
         help="with a card and experts on the host: blocks of a few hundred prompt rows leave some experts to the host,"
         " which computes them while the others come to the card (default: all come; new)",
+    )
+    group.add_argument(
+        "--deterministic",
+        action="store_const",
+        const=True,
+        help="on a card: prompts take the path of decoding, row by row the same bits, several times as slowly (default:"
+        " in blocks, which round otherwise; on the host both are the same anyway)",
     )
 
 

@@ -281,6 +281,7 @@ def daemon_of(args: argparse.Namespace) -> DaemonConfig:
         "card_memory": args.card_memory,
         "step_ahead": args.step_ahead,
         "shared_blocks": args.shared_blocks,
+        "deterministic": args.deterministic,
         "hot_list": args.hot_list or os.environ.get(HOT_LIST_VARIABLE) or None,
         "cache_ram": args.cache_ram,
         "host_weights": args.host_weights or os.environ.get(HOST_WEIGHTS_VARIABLE) or None,

@@ -135,6 +135,7 @@ class CardPool:
         processes: int = 1,
         stream_rows: int = 0,
         stream_tiers: tuple[tuple[int, str], ...] = (),
+        deterministic: bool = False,
         time_legs: bool = False,
         progress: Progress = lambda stage, done, total: None,
         workload: str = CARD_WORKLOAD,
@@ -144,8 +145,8 @@ class CardPool:
 
         `tiers` says which experts lie on the card (None: all); for the others there are so many CPU-expert
         `processes`. To blocks of at least `stream_rows` rows of a prompt these experts come (0: there are no blocks),
-        but for those that `stream_tiers` leaves to the host in blocks of few rows (`CardStart`). With `time_legs` both
-        sides tell how long they take (`leg_times`). `progress(stage, done, total)` is called with the stages "spawn",
+        but for those that `stream_tiers` leaves to the host in blocks of few rows; `deterministic` means no blocks, of
+        a whole model either (all three: `CardStart`). With `time_legs` both sides tell how long they take (`leg_times`). `progress(stage, done, total)` is called with the stages "spawn",
         "compile", "load", "upload" (bytes), "card kernels" and "lock" (bytes). `workload` and `host_workload` name what
         makes the card's executor and the hosts' stages. Raises ModelFileError and PlanError as the workers found them
         (no PyCUDA, driver, compiler or card; memory that does not suffice), PlanError if the arena does not fit,
@@ -159,6 +160,7 @@ class CardPool:
         group, hosts = (min(max_rows, CARD_ROWS), processes) if hand_offs else (max_rows, 0)
         rows, stream_tiers = (max_rows, stream_tiers) if streams else (group, ())
         assert not stream_tiers or not stream_tiers[-1][1], "long blocks are the card's alone"
+        assert not (deterministic and streams)
         alone_rows = next((least for least, there in stream_tiers if not there), 0)
         handed = max(group, min(alone_rows - 1, max_rows)) if alone_rows else group
         shape = ArenaShape(context, slots, rows, min(rows, max_out_rows), hosts, cache_type, 1, handed)
@@ -166,7 +168,8 @@ class CardPool:
         starts = worker_starts(model_path, program, shape, time_legs, host_workload, hand_offs=hand_offs)
         text = tiers.text() if tiers else ""
         start = card_start(model_path, program, shape, workload, card, hand_offs, text, time_legs)
-        starts.append(replace(start, stream_rows=stream_rows if streams else 0, stream_tiers=stream_tiers))
+        start = replace(start, stream_rows=stream_rows if streams else 0, stream_tiers=stream_tiers)
+        starts.append(replace(start, deterministic=deterministic))
         workers = WorkerGroup(name, starts, quiet_seconds())
         arena: Arena | None = None
         try:

@@ -303,6 +303,7 @@ class Daemon:
             processes=plan.processes,
             stream_rows=plan.stream_rows,
             stream_tiers=plan.stream_tiers,
+            deterministic=plan.deterministic,
             progress=self._report,
         )
 

@@ -21,7 +21,7 @@ class DaemonConfig:
     Of n-gram table rows `engram_cache` MiB are kept in memory; with `engram_direct` they are read past the page cache.
     Plans with a card use at most `card_memory` bytes of it (0: what is free). `step_ahead` steps may follow one on the
     card without a look at its tokens, where all running requests choose greedily. With `shared_blocks` short blocks of
-    a prompt to which experts come leave some to the host.
+    a prompt to which experts come leave some to the host. `deterministic`: on a card prompts take the path of decoding.
     `hot_list` is a file that ranks the experts of each layer for plans that place them ("": none).
     Slots are saved to files in `slot_folder` ("": not at all). Of conversations that lost their slot, states of up to
     `cache_ram` MiB are kept in memory (0: none, -1: whatever the plan leaves free).
@@ -62,3 +62,4 @@ class DaemonConfig:
     card_memory: int = 0
     step_ahead: int = STEP_AHEAD
     shared_blocks: bool = False
+    deterministic: bool = False

@@ -90,7 +90,8 @@ class Plan:
     """What runs where and what it takes. `processes` is 0 for the reference executor and where no expert lies on the
     host. With a card: its number, and the tiers of experts; blocks of at least `stream_rows` rows of a prompt are
     computed on the card, to which the experts on the host come (0: none are; `stream_note` says why), but for those
-    that `stream_tiers` (of CardStart) leaves to the host. `note` says why plan auto is not the one with a card."""
+    that `stream_tiers` (of CardStart) leaves to the host. With `deterministic` there are no blocks. `note` says why
+    plan auto is not the one with a card."""
 
     name: str
     digest: str
@@ -106,6 +107,7 @@ class Plan:
     stream_rows: int = 0
     stream_tiers: tuple[tuple[int, str], ...] = ()
     stream_note: str = ""
+    deterministic: bool = False
 
     def total(self, *places: str) -> int:
         """Bytes of the terms in some places; of all that take memory without arguments."""
@@ -233,14 +235,19 @@ def _card_plan(config: DaemonConfig, program: Program, room: MemoryRoom, hot: Ho
     if tiers.host_layers:
         processes, rates = some, machine_rates(some, card.link)
         beside = partial(left, context, none, True)
-        stream = choose_stream(program, beside, config.prompt_block, context, rates, hot, config.shared_blocks)
+        if config.deterministic:
+            stream = replace(stream, note="blocks round otherwise than decoding does")
+        else:
+            stream = choose_stream(program, beside, config.prompt_block, context, rates, hot, config.shared_blocks)
         if stream.rows:
             tiers, config = stream.tiers, replace(config, prompt_block=stream.block)
     terms = card_plan_terms(config, program, processes, context, tiers, bool(stream.rows), stream.handed_rows)
     parts = [tiers.text(), *([str(stream.rows)] if stream.rows else []), *(f"{n}:{ids}" for n, ids in stream.there)]
+    parts += ["deterministic"] if config.deterministic else []
     digest = _digest("a", config, program, "/".join(parts))
     plan = Plan("a", digest, context, config.slots, block_of(config), processes, terms, card, tiers)
     plan = replace(plan, stream_rows=stream.rows, stream_tiers=stream.there, stream_note=stream.note)
+    plan = replace(plan, deterministic=config.deterministic)
     _refuse_what_does_not_fit(plan, room)
     return _with_snapshots(config, plan, room)
 

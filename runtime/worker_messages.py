@@ -119,12 +119,13 @@ class CardStart(WorkerStart):
     """Of the worker of card number `card`; its rank comes after those of the CPU-expert workers. `tiers` is the text of
     the ExpertTiers. To blocks of at least `stream_rows` rows experts on the host come (0: there are none);
     `stream_tiers` says from how many rows on which ones stand on the card then: (rows, text of ExpertTiers), ascending,
-    the last "", which is all of them; without any it is always all."""
+    the last "", which is all of them; without any it is always all. `deterministic`: no row is computed in a block."""
 
     card: int = 0
     tiers: str = ""
     stream_rows: int = 0
     stream_tiers: tuple[tuple[int, str], ...] = ()
+    deterministic: bool = False
 
     MODULE: ClassVar[str] = "bloomery.gpu_worker"
     TITLE: ClassVar[str] = "card worker"

@@ -1,8 +1,10 @@
 """Times decode steps of plan a on the card that is present, with experts on the card, on the host and on both.
 
-    python tests/gpu_hand_off.py FILE.gguf | --synthetic-layers N [--processes N] [--depth N] [--steps N]
+    python tests/gpu_hand_off.py FILE.gguf | --synthetic TEMPLATE --layers N --mix MIX [--processes N] [--depth N]
 
-One expert of each layer on the host shows what a hand-off itself costs: the host seldom has anything to do.
+One expert of each layer on the host shows what a hand-off itself costs: the host seldom has anything to do. Each
+placement is run twice, the second time with a clock in every hand-off: the exchange is from the card's flag to its
+sight of every rank's, the wait what of it the card had nothing else to do in.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from running import rows_of
 
 from bloomery.runtime.architectures import build_program
@@ -20,9 +24,10 @@ from bloomery.runtime.bandwidth_probe import ReadCeiling
 from bloomery.runtime.card_pool import CardPool
 from bloomery.runtime.card_probe import probe_cards
 from bloomery.runtime.expert_tiers import ExpertTiers
+from bloomery.runtime.leg_times import leg_figures
 from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.program import Program
-from bloomery.runtime.step_prediction import Bandwidth, predict
+from bloomery.runtime.step_prediction import Bandwidth, Prediction, predict
 from bloomery.runtime.synthetic_file import synthetic_file
 
 
@@ -42,49 +47,87 @@ def placements(program: Program) -> dict[str, ExpertTiers]:
     }
 
 
+def run_steps(pool: CardPool, tokens: NDArray[np.int64], depth: int) -> list[float]:
+    """Seconds of each step after a prompt of `depth` tokens, as its caller sees them."""
+    pool.step(rows_of(tokens[:depth], out="last"))
+    pool.step_legs()
+    seconds = []
+    for at in range(depth, len(tokens)):
+        begun = time.perf_counter()
+        pool.step(rows_of(tokens[at : at + 1], start=at))
+        seconds.append(time.perf_counter() - begun)
+    return seconds
+
+
+def host_seconds(pool: CardPool, hand_offs: int) -> NDArray[np.float64]:
+    """Seconds that a rank has worked for each hand-off since the pool began, its barriers included."""
+    found = [kernel + barrier for name, (kernel, barrier) in pool.op_seconds().items() if name.endswith("experts")]
+    assert len(found) == hand_offs
+    return np.array(found)
+
+
+def legs_of(pool: CardPool, tokens: NDArray[np.int64], depth: int, expected: Prediction, layers: Sequence[int]) -> str:
+    pool.step(rows_of(tokens[:depth], out="last", slot=1))
+    before = host_seconds(pool, len(layers))
+    steps = len(run_steps(pool, tokens, depth))
+    legs = pool.step_legs()
+    host = (host_seconds(pool, len(layers)) - before) / (steps + 1)  # the prompt's groups count as one
+    found = leg_figures(legs, host.tolist())
+    trip, far = 1e6 * np.quantile(found.round_trips, (0.5, 0.99))
+    wait, long = 1e6 * np.quantile(found.waits, (0.5, 0.99))
+    return (
+        f"{'':16} card {1e3 * found.card:.3f} ms, wait {1e3 * found.wait:.3f}, host {1e3 * found.host:.3f}"
+        f" ({expected.host_bytes / max(found.host, 1e-9) / 1e9:.1f} GB/s); exchange {trip:.1f} us p50, {far:.1f} p99;"
+        f" wait {wait:.1f} us p50, {long:.1f} p99; bound of these legs {1e3 * found.bound:.3f} ms"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path, nargs="?")
-    parser.add_argument("--synthetic-layers", type=int, default=8, help="of Qwen3-30B-A3B's shapes, without a file")
+    parser.add_argument("--synthetic", default="qwen3-30b-a3b", help="whose shapes, without a file")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--mix", default="Q4_K_M")
     parser.add_argument("--processes", type=int, default=max(1, len(os.sched_getaffinity(0)) - 3))
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--steps", type=int, default=200)
     arguments = parser.parse_args()
-    file = arguments.file or synthetic_file("qwen3-30b-a3b", arguments.synthetic_layers, "Q4_K_M")
+    file = arguments.file or synthetic_file(arguments.synthetic, arguments.layers, arguments.mix)
     program = build_program(ModelFile.open(file))
     with ReadCeiling(arguments.processes) as ceiling:
         host = ceiling.measure().bytes_per_second
     speed = Bandwidth(host, probe_cards()[0].read)
     print(
-        f"host reads {speed.host / 1e9:.1f} GB/s with {arguments.processes} processes, card {speed.card / 1e9:.0f} GB/s"
+        f"{file.name}: host reads {speed.host / 1e9:.1f} GB/s with {arguments.processes} processes, card"
+        f" {speed.card / 1e9:.0f} GB/s"
     )
     tokens = np.random.default_rng(1).integers(1, 1000, arguments.depth + arguments.steps)
     whole = 0.0
     for name, tiers in placements(program).items():
-        begun = time.perf_counter()
-        sizes = {"context": 1024, "slots": 1, "prompt_block": 64, "processes": arguments.processes}
-        pool = CardPool.start(str(file), program, tiers=tiers if tiers.host_layers else None, **sizes)
-        try:
-            started = time.perf_counter() - begun
-            pool.step(rows_of(tokens[: arguments.depth], out="last"))
-            seconds = []
-            for i in range(arguments.steps):
-                at = arguments.depth + i
-                begun = time.perf_counter()
-                pool.step(rows_of(tokens[at : at + 1], start=at))
-                seconds.append(time.perf_counter() - begun)
-        finally:
-            pool.close()
-        median = float(np.median(seconds))
+        layers = tiers.host_layers
         expected = predict(program, tiers, speed, position=arguments.depth, cache_bytes=2)
         assert expected is not None
-        whole = whole or median
-        layers = len(tiers.host_layers) or 1
-        print(
-            f"{name:16} {1e3 * median:7.3f} ms a step (p90 {1e3 * np.quantile(seconds, 0.9):.3f}), predicted"
-            f" {1e3 * expected.seconds:.3f}, bound {1e3 * expected.bound_seconds:.3f};"
-            f" {1e6 * (median - whole) / layers:6.1f} us a layer more than whole; started in {started:.1f} s"
-        )
+        for timed in (False, True) if layers else (False,):
+            begun = time.perf_counter()
+            sizes = {"context": 1024, "slots": 2, "prompt_block": 64, "processes": arguments.processes}
+            pool = CardPool.start(str(file), program, tiers=tiers if layers else None, time_legs=timed, **sizes)
+            try:
+                started = time.perf_counter() - begun
+                if timed:
+                    print(legs_of(pool, tokens, arguments.depth, expected, layers), flush=True)
+                    continue
+                seconds = run_steps(pool, tokens, arguments.depth)
+            finally:
+                pool.close()
+            median = float(np.median(seconds))
+            whole = whole or median
+            print(
+                f"{name:16} {1e3 * median:7.3f} ms a step (p90 {1e3 * np.quantile(seconds, 0.9):.3f}), predicted"
+                f" {1e3 * expected.seconds:.3f}, bound {1e3 * expected.bound_seconds:.3f};"
+                f" {1e6 * (median - whole) / (len(layers) or 1):6.1f} us a layer more than whole;"
+                f" started in {started:.1f} s",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -76,8 +76,8 @@ def test_times_of_legs_are_of_the_step_that_was() -> None:
     for step, wall in zip(legs, walls, strict=True):
         times = step.hand_offs
         assert 0 < step.card_ns < wall
-        assert (times[:, SENT] <= times[:, BEGUN]).all() and (times[:, BEGUN] <= times[:, SEEN]).all()
-        assert (np.diff(times[:, SENT]) > 0).all() and times[-1, SEEN] - times[0, SENT] < step.card_ns
+        assert (times[:, SENT] <= times[:, BEGUN]).all() and (times[:, SENT] <= times[:, SEEN]).all()
+        assert (times[1:, SENT] >= times[:-1].max(axis=1)).all() and times.max() - times[0, SENT] < step.card_ns
     host = [sum(spent[name]) - sum(before[name]) for name in spent if not name.endswith((" wait", " answer"))]
     figures = leg_figures(legs, [seconds / 50 for seconds in host])
     print(f"card {1e6 * figures.card:.0f} us, host {1e6 * figures.host:.0f}, bound {1e6 * figures.bound:.0f}")

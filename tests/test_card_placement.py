@@ -301,5 +301,17 @@ def test_short_blocks_leave_experts_to_the_host(program: Program) -> None:
     assert term(plan, "activations") > term(alone, "activations"), "more rows are handed over at once"
 
 
+def test_deterministic_plans_have_no_blocks(program: Program) -> None:
+    """Experts stay on the host for prompts, too; and what was computed so is told from what was computed in blocks."""
+    config, free = replace(CONFIG, prompt_block=4096), room(10, 64)
+    free = replace(free, cards=(replace(free.cards[0], link=50e9),))
+    blocks, alike = make_plan(config, program, free), make_plan(replace(config, deterministic=True), program, free)
+    assert blocks.stream_rows and not alike.stream_rows and alike.deterministic and not blocks.deterministic
+    assert "round" in alike.stream_note and alike.digest != blocks.digest
+    assert term(alike, "expert staging") == 0 < term(blocks, "expert staging")
+    whole = [make_plan(replace(config, deterministic=each), program, room(24, 64)) for each in (False, True)]
+    assert whole[0].digest != whole[1].digest
+
+
 def matrices(program: Program) -> list[tuple[str, str, str]]:
     return [(op.gate, op.up, op.down) for op in program.ops if isinstance(op, RoutedExperts)]

@@ -139,7 +139,9 @@ def test_the_proxy_passes_on_what_it_is_told(server: Serving) -> None:
 def test_every_option_of_a_plan_reaches_the_daemon() -> None:
     """What `add_plan_options` gives all programs, serve hands on: seen failing for --step-ahead."""
     given = {"--card-memory": "3GiB", "--step-ahead": "0", "--hot-list": "/no/list", "--shared-blocks": None}
+    given["--deterministic"] = None
     words = [word for option, value in given.items() for word in (option, value) if word is not None]
     found = daemon_of(build_parser().parse_args(words))
     assert (found.card_memory, found.step_ahead, found.shared_blocks) == (3 << 30, 0, True)
+    assert found.deterministic
     assert found.hot_list == "/no/list"
