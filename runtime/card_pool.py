@@ -146,8 +146,9 @@ class CardPool:
         `tiers` says which experts lie on the card (None: all); for the others there are so many CPU-expert
         `processes`. To blocks of at least `stream_rows` rows of a prompt these experts come (0: there are no blocks),
         but for those that `stream_tiers` leaves to the host in blocks of few rows; `deterministic` means no blocks, of
-        a whole model either (all three: `CardStart`). With `time_legs` both sides tell how long they take (`leg_times`). `progress(stage, done, total)` is called with the stages "spawn",
-        "compile", "load", "upload" (bytes), "card kernels" and "lock" (bytes). `workload` and `host_workload` name what
+        a whole model either (all three: `CardStart`). With `time_legs` both sides tell how long they take
+        (`leg_times`). `progress(stage, done, total)` is called with the stages "spawn", "compile", "load", "upload"
+        (bytes), "card kernels" and "lock" (bytes). `workload` and `host_workload` name what
         makes the card's executor and the hosts' stages. Raises ModelFileError and PlanError as the workers found them
         (no PyCUDA, driver, compiler or card; memory that does not suffice), PlanError if the arena does not fit,
         WorkerLost.
