@@ -15,7 +15,7 @@ from enum import IntEnum
 
 from numba import int64, njit
 
-from bloomery.cpu_experts.stage import STEP_FAILURE, STEP_OUT_ROWS, STEP_ROWS
+from bloomery.cpu_experts.stage import STEP_FAILURE, STEP_OUT_ROWS, STEP_ROWS, STEP_SKIP, STEP_WORDS
 from bloomery.cpu_experts.sync import (
     call_kernel,
     exchange,
@@ -83,7 +83,7 @@ YIELDS = 64  # whether to wait by yielding the core, or by sleeping for moments
 POINTERS = 72
 # A stage's entry in the table: kernel, arguments, whether a barrier follows.
 STAGE_WORDS = 3
-PRIVATE_WORDS = 17
+PRIVATE_WORDS = POINTERS // 8 + STEP_WORDS
 
 
 @njit(nogil=True, cache=True)
@@ -152,12 +152,16 @@ def _barrier(control: int, private: int, rank: int, ranks: int, target: int, ste
 
 @njit(nogil=True, cache=True)
 def _run_stages(control: int, table: int, stages: int, private: int, rank: int, ranks: int, step: int) -> int:
-    """Runs the stages of one step, or the barriers of a drill if the step has no rows."""
+    """Runs the stages of one step, or the barriers of a drill if the step has no rows. Where a kernel leaves stages out
+    progress grows by more than one, in every rank alike: nobody waits for what was left out."""
     own = control + RANK_LINES + rank * RANK_BYTES
     drill = load_acquire(private + POINTERS + 8 * STEP_ROWS) == 0
     count = _DRILL_BARRIERS if drill else stages
     times = load_acquire(private + TICKS)
-    for stage in range(count):
+    following = 0
+    while following < count:
+        stage = following
+        following += 1
         store_release(own + DETAIL, stage)
         cut = _cut(control, step)
         if cut != 0:
@@ -169,6 +173,10 @@ def _run_stages(control: int, table: int, stages: int, private: int, rank: int, 
             if load_acquire(private + POINTERS + 8 * STEP_FAILURE) != 0:
                 store_release(own + DETAIL, ranks)
                 return _TIMED_OUT
+            skipped = load_acquire(private + POINTERS + 8 * STEP_SKIP)
+            if skipped != 0:
+                store_release(private + POINTERS + 8 * STEP_SKIP, 0)
+                following += skipped
         computed = ticks()
         target = (step << STAGE_BITS) | (stage + 1)
         store_release(own + PROGRESS, target)
@@ -234,6 +242,7 @@ def serve(control: int, record: int, table: int, stages: int, private: int, rank
         store_release(private + POINTERS + 8 * STEP_ROWS, load_acquire(record + ROWS))
         store_release(private + POINTERS + 8 * STEP_OUT_ROWS, load_acquire(record + OUT_ROWS))
         store_release(private + POINTERS + 8 * STEP_FAILURE, 0)
+        store_release(private + POINTERS + 8 * STEP_SKIP, 0)
         outcome = _COMPLETED
         if load_acquire(record + ALONE) == 0:
             outcome = _run_stages(control, table, stages, private, rank, ranks, step)

@@ -141,6 +141,8 @@ class _NoMemory:
 class _Lowering(Deepseek4Lowering):
     """One pass over a program; `stages` is called once."""
 
+    _waiting = 0  # number of the last stage that waits for the card
+
     def stages(self) -> list[Stage]:
         for op in self.program.ops:
             self.label = op.name
@@ -189,16 +191,28 @@ class _Lowering(Deepseek4Lowering):
             case TokenChain():
                 self._token_chain(op)
             case HandOffWait():
-                place = self.context.hand_off()
-                clock = (0, 0)
-                words = (place.words, place.control, op.index, place.deadline_ns, *clock)
-                self.emit("hand_off_wait", *words, barrier=False)
+                self._wait(op)
             case HandOffAnswer():
-                place = self.context.hand_off()
-                self.out[-1] = replace(self.out[-1], barrier=False)  # a rank answers for its own part
-                self.emit("hand_off_answer", place.words, place.control, op.index, barrier=False)
+                self._answer(op)
             case _:
                 self._lower_deepseek4(op)
+
+    # ---- hand-offs
+    def _wait(self, op: HandOffWait) -> None:
+        """Its arguments are complete when it is known which stage answers."""
+        _, ids, _ = op.outs
+        place, clock = self.context.hand_off(), (0, 0)
+        words = (place.words, place.control, op.index, place.deadline_ns, *clock)
+        self._waiting = len(self.out)
+        self.emit("hand_off_wait", *words, self._rows(ids), *self.context.view(ids), barrier=False)
+
+    def _answer(self, op: HandOffAnswer) -> None:
+        self._contiguous(op.x)
+        place, wait = self.context.hand_off(), self.out[self._waiting]
+        words = (*wait.arguments, *self.context.view(op.x), op.x.elements, len(self.out) - self._waiting - 1)
+        self.out[self._waiting] = replace(wait, arguments=words)
+        self.out[-1] = replace(self.out[-1], barrier=False)  # a rank answers for its own part
+        self.emit("hand_off_answer", place.words, place.control, op.index, barrier=False)
 
     # ---- ops of most architectures
     def _tiles(self, quant_type: str, blocks: int) -> tuple[int, int]:

@@ -8,7 +8,8 @@ Calling convention. Every kernel is compiled to one C function `void(int64 args,
 * `rank`, `ranks`   which share of the work is computed: all ranks of a stage together compute all of it, once;
 * `step`   address of the step record's pointers, int64 each (the STEP_ constants).
 
-A kernel makes no system call, takes no lock and allocates nothing. Every output element is computed by one rank in one
+A kernel makes no system call, takes no lock and allocates nothing. One that leaves out stages behind it does so in
+every rank of the step, since their barriers are left out, too. Every output element is computed by one rank in one
 order, so results depend neither on `ranks` nor on which rows share a step.
 """
 
@@ -27,7 +28,8 @@ STEP_SLOTS: Final = 3  # address of int32[R]
 STEP_POSITIONS: Final = 4  # address of int32[R]
 STEP_OUT_INDICES: Final = 5  # address of int32[O]: indices of the wanted rows
 STEP_FAILURE: Final = 6  # set by a kernel that waited in vain for another process; the rank then leaves the step
-STEP_WORDS: Final = 7
+STEP_SKIP: Final = 7  # set by a kernel to the number of stages behind it that are left out; else 0
+STEP_WORDS: Final = 8
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,17 @@ A hand-off k of step n, in order:
 1. One block of the card stores the payload into mapped memory (16 bytes at a time), passes a block barrier
    and a system fence, and stores n << STAGE_BITS | k + 1 into its FLAG (release, system scope). Over PCIe the flag's
    write stays behind the payload's: who sees the flag (acquire) sees the payload.
-2. Every host rank waits for that flag itself, and computes. Barriers among the ranks are the interpreter's.
+2. Every host rank waits for that flag itself, and computes. Barriers among the ranks are the interpreter's. Where no
+   row's list of ids has one (all begin with -1), every rank sees that alike: it writes zeros, and there is no barrier.
 3. Rank r stores its part of .out, then the same number into its FLAG (release). x86 keeps stores in order.
 4. One block of the card waits for every rank's flag (acquire, system scope), one thread for each; after a block
    barrier it reads .out past its caches.
-One set is enough: the card writes those of hand-off k + 1 only after it has seen all ranks' flags of
-hand-off k, and a rank raises its flag only when it, and by the barriers before it every rank, has done with x, ids and
-mix of k; a rank writes .out of k + 1 only after the card's flag of k + 1, which the card raises after it has read .out
-of k.
+One set is enough: the card writes those of hand-off k + 1 only after it has seen the flags of k of all ranks, and a
+rank raises its flag only when it has done with x, ids and mix of k; a rank writes .out of k + 1 only after the card's
+flag of k + 1, which the card raises after it has read .out of k. The same holds for what ranks share among themselves
+while they compute: who has seen the card's flag of k + 1 knows that every rank has answered k, and reads nothing of it
+any more. So no barrier has to stand between two hand-offs, whether ranks computed in them or not; inside a hand-off
+they stand where a rank reads what others wrote.
 
 A lost peer ends the step on both sides. The block that waits looks at ABORT and POISON of the control block and at the
 wall clock; when it gives up it notes the step in a word of the card's memory, so that later receives of the step do

@@ -43,9 +43,8 @@ def step_words(rows: StepRows) -> NDArray[np.int64]:
     """The step record's pointers; `rows` must stay alive."""
     arrays = (rows.tokens, rows.slots, rows.positions, rows.out_rows)
     assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in arrays)
-    words = np.array([len(rows.tokens), len(rows.out_rows), *(array.ctypes.data for array in arrays), 0], np.int64)
-    assert len(words) == STEP_WORDS
-    return words
+    words = np.array([len(rows.tokens), len(rows.out_rows), *(array.ctypes.data for array in arrays)], np.int64)
+    return np.concatenate([words, np.zeros(STEP_WORDS - len(words), np.int64)])
 
 
 class InProcessExecutor:
