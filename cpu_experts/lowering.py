@@ -5,7 +5,8 @@ nor whose memory the addresses point to (`LoweringContext`).
 
 Scratch names: `activations` (the input of a product, quantised), `tiles` (decoded weights, one area a rank), `gate`,
 `up`, `experts` (results of every item = row and place in its list of experts), `hidden` (their activations, quantised),
-`lists`, `router`, `scores`, `buffer` (one area a rank each), and one rope table for each set of frequencies.
+`own` (the input again), `lists`, `router`, `scores`, `buffer` (one area a rank each), and one rope table for each set
+of frequencies.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from bloomery.cpu_experts.kernels import FLOAT_TYPES, SUPER_TYPES, WEIGHT_TYPES
 from bloomery.cpu_experts.kernels.layouts import (
     ACTIVATION_ELEMENTS,
     BUFFER_BYTES,
+    OWN_ELEMENTS,
+    OWN_ROWS,
     ROUTER_WORDS,
     SMALL_TILE_BYTES,
     SUPER_TILE_BYTES,
@@ -31,6 +34,7 @@ from bloomery.cpu_experts.lowering_base import F32_BYTES, bits_of, limit_of
 from bloomery.cpu_experts.lowering_deepseek4 import Deepseek4Lowering
 from bloomery.cpu_experts.stage import BroughtRows, CacheAddress, HandOffPlace, LoweringContext, Stage
 from bloomery.runtime.errors import PlanError
+from bloomery.runtime.hand_off import HAND_OFF_BUFFERS
 from bloomery.runtime.model_file import Tensor
 from bloomery.runtime.ops_deepseek4 import HyperMix, SoftplusRouter, WindowAttention
 from bloomery.runtime.ops_drafts import StreamMean, TokenChain
@@ -62,13 +66,15 @@ _USE_REFERENCE: Final = "convert the file to a type with a kernel, or run it wit
 
 @dataclass(frozen=True)
 class Activations:
-    """Where the input of a product lies in the form that its weights want; strides and offsets in bytes."""
+    """Where the input of a product lies in the form that its weights want; strides and offsets in bytes. Where each
+    rank has made it for itself, `own` is the distance from one rank's to the next one's."""
 
     address: int
     row_stride: int
     d_plane: int
     sums_plane: int
     block_elements: int
+    own: int = 0
 
 
 def activation_kind(quant_type: str) -> str:
@@ -242,20 +248,23 @@ class _Lowering(Deepseek4Lowering):
         places = (word for view in views for word in self._heads(view))
         self.emit(kernel, self._rows(out), 1, heads, width, *places, *rest)
 
-    def _quantise(self, kind: str, x: View, scratch: str = "activations") -> Activations:
-        """A stage that brings x into the form `kind`; F32 is read where it is."""
+    def _quantise(self, kind: str, x: View, own: bool = False) -> Activations:
+        """A stage that brings x into the form `kind`; F32 is read where it is. `own`: every rank for itself, without a
+        barrier."""
         address, row_stride, head_stride = self._heads(x)
         if kind == "F32":
             return Activations(address, row_stride, 0, 0, 1)
         block = ACTIVATION_ELEMENTS[kind]
         d_plane, sums_plane, out_stride = planes(kind, x.elements)
-        out = self.context.scratch(f"{scratch}:{kind}", self._max_rows(x) * out_stride)
+        nbytes = self._max_rows(x) * out_stride
+        name, areas = ("own", self.context.ranks) if own else ("activations", 1)
+        out = self.context.scratch(f"{name}:{kind}", areas * nbytes)
         heads, width = (1, x.elements) if x.contiguous else (x.count, x.width)
         self.emit(
             f"quantise_{kind}", self._rows(x), 1, heads, width // block, address, row_stride, head_stride, 0,
-            out, out_stride, d_plane, sums_plane, 0, limit_of(0.0),
+            out, out_stride, d_plane, sums_plane, 0, limit_of(0.0), nbytes * own, barrier=not own,
         )  # fmt: skip
-        return Activations(out, out_stride, d_plane, sums_plane, block)
+        return Activations(out, out_stride, d_plane, sums_plane, block, nbytes * own)
 
     def _matmul(self, op: MatMul) -> None:
         self._contiguous(op.x)
@@ -362,11 +371,13 @@ class _Lowering(Deepseek4Lowering):
         width = aligned(hidden * F32_BYTES)
         gate, up = (self.context.scratch(name, items * width) for name in ("gate", "up"))
         jobs = [(op.gate, gate, width, hidden), (op.up, up, width, hidden)]
+        own = self._for_itself(op.x)
         if tensors[0].quant_type == tensors[1].quant_type:
-            self._experts(op, op.x.elements, experts, jobs, self._quantise(activation_kind(_kind(tensors[0])), op.x), 0)
+            x = self._quantise(activation_kind(_kind(tensors[0])), op.x, own)
+            self._experts(op, op.x.elements, experts, jobs, x, 0)
         else:
             for tensor, job in zip(tensors, jobs):
-                x = self._quantise(activation_kind(_kind(tensor)), op.x)
+                x = self._quantise(activation_kind(_kind(tensor)), op.x, own)
                 self._experts(op, op.x.elements, experts, [job], x, 0)
         x = self._hidden(activation_kind(_kind(tensors[2])), rows, used, items, hidden, gate, up, width, op.limit)
         result = aligned(op.out.elements * F32_BYTES)
@@ -376,6 +387,12 @@ class _Lowering(Deepseek4Lowering):
         mix = self.context.view(op.mix)
         ids = self.context.view(op.ids)
         self.emit("experts_sum", parts, result, *mix, used, *self.context.view(op.out), op.out.elements, rows, *ids)
+
+    def _for_itself(self, x: View) -> bool:
+        """Whether each rank quantises the input of the experts for itself: that of a hand-off of few rows, if it is
+        narrow enough that this takes less time than a barrier. (The hidden rows never are: there is silu in them.)"""
+        few = x.buffer in HAND_OFF_BUFFERS and self._max_rows(x) <= OWN_ROWS
+        return few and x.elements <= OWN_ELEMENTS * self.context.ranks
 
     def _experts(
         self,
@@ -398,7 +415,8 @@ class _Lowering(Deepseek4Lowering):
         lists = self.context.scratch("lists", area * self.context.ranks)
         self.emit(
             f"experts_{quant_type}", self._rows(op.x), x.address, x.row_stride, x.d_plane, x.sums_plane, *tiles,
-            lists, area, *self.context.view(op.ids), used, experts, x_of_each_item, len(jobs), *words,
+            lists, area, *self.context.view(op.ids), used, experts, x_of_each_item, x.own,
+            len(jobs), *words,
         )  # fmt: skip
 
     def _token_chain(self, op: TokenChain) -> None:
@@ -434,7 +452,7 @@ class _Lowering(Deepseek4Lowering):
         buffer = self.context.scratch("buffer", BUFFER_BYTES * self.context.ranks)
         self.emit(
             f"quantise_{kind}", rows, used, 1, hidden // block, gate, stride, 0, up,
-            out, out_stride, d_plane, sums_plane, buffer, limit_of(limit),
+            out, out_stride, d_plane, sums_plane, buffer, limit_of(limit), 0,
         )  # fmt: skip
         return Activations(out, out_stride, d_plane, sums_plane, block)
 

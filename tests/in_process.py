@@ -31,11 +31,13 @@ def aligned_bytes(nbytes: int, fill: int = 0) -> NDArray[np.uint8]:
     return raw[start : start + nbytes]
 
 
-def run_kernel(name: str, arguments: Sequence[int], step: NDArray[np.int64], ranks: int = 1) -> None:
-    """Calls a kernel once for each rank."""
+def run_kernel(
+    name: str, arguments: Sequence[int], step: NDArray[np.int64], ranks: int = 1, some: Sequence[int] | None = None
+) -> None:
+    """Calls a kernel once for each rank, or for `some` of them."""
     kernel = KERNEL(compile_kernel(name))
     words = np.array(arguments, np.int64)
-    for rank in range(ranks):
+    for rank in range(ranks) if some is None else some:
         kernel(words.ctypes.data, rank, ranks, step.ctypes.data)
 
 

@@ -49,18 +49,21 @@ def activations(generator: np.random.Generator, rows: int, width: int) -> Floats
 
 
 class Quantised:
-    """x in the form `kind`, made by the kernel; garbage where the kernel wrote nothing."""
+    """x in the form `kind`, made by the kernel; garbage where the kernel wrote nothing. `own`: made by every rank for
+    itself; `memory` then is rank 0's, `areas` are all."""
 
-    def __init__(self, kind: str, x: Floats, ranks: int = 1, up: Floats | None = None) -> None:
+    def __init__(self, kind: str, x: Floats, ranks: int = 1, up: Floats | None = None, own: bool = False) -> None:
         rows, width = x.shape
         self.kind, self.width = kind, width
         self.d_plane, self.sums_plane, self.stride = planes(kind, width)
-        self.memory = aligned_bytes(rows * self.stride, 0xFF).reshape(rows, self.stride)
+        self.areas = aligned_bytes((ranks if own else 1) * rows * self.stride, 0xFF).reshape(-1, rows, self.stride)
+        self.memory = self.areas[0]
         buffer = aligned_bytes(BUFFER_BYTES * ranks)
         blocks = width // ACTIVATION_ELEMENTS[kind]
         source = (x.ctypes.data, x.strides[0], 0, 0 if up is None else up.ctypes.data)
         target = (self.memory.ctypes.data, self.stride, self.d_plane, self.sums_plane, buffer.ctypes.data, INFINITY)
-        run_kernel(f"quantise_{kind}", [0, 1, 1, blocks, *source, *target], step_of(rows), ranks)
+        words = [0, 1, 1, blocks, *source, *target, self.areas.strides[0] * own]
+        run_kernel(f"quantise_{kind}", words, step_of(rows), ranks)
 
     def plane(self, row: int, name: str) -> NDArray[np.uint8]:
         starts = {"values": 0, "d": self.d_plane, "sums": self.sums_plane}
@@ -93,6 +96,13 @@ def test_q8_0_and_q8_1_are_ggmls(ranks: int) -> None:
         np.testing.assert_array_equal(made.plane(row, "d").view(np.float32), d)
         np.testing.assert_array_equal(made.plane(row, "sums").view(np.int32)[0::2], sums)
         np.testing.assert_array_equal(made.plane(row, "sums").view(np.float32)[1::2], weighted)
+
+
+@pytest.mark.parametrize("kind", ["Q8_K", "Q8_0", "F16", "BF16"])
+def test_every_rank_can_quantise_for_itself(kind: str) -> None:
+    x = activations(np.random.default_rng(15), 5, 1024)
+    shared, own = Quantised(kind, x), Quantised(kind, x, 3, own=True)
+    assert len(own.areas) == 3 and (own.areas == shared.memory).all()
 
 
 def test_f16_and_bf16_round_to_nearest_even() -> None:
@@ -206,6 +216,7 @@ def test_experts_equal_products_of_each_item(name: str) -> None:
     else:
         made = Quantised(activation_kind(name), x)
         source = (made.memory.ctypes.data, made.stride, made.d_plane, made.sums_plane)
+    quantised = (x if source[0] == x.ctypes.data else made.memory).view(np.uint8).reshape(-1)
     whole = [product(name, weight, x).reshape(rows, experts, outputs) for weight in weights]
     expectations = [np.take_along_axis(each, ids[:, :, None].astype(np.int64), axis=1) for each in whole]
     for ranks in (1, 2, 3):
@@ -235,11 +246,22 @@ def test_experts_equal_products_of_each_item(name: str) -> None:
             for out in outs:
                 out[:] = np.nan
             some = jobs[: 7 * weights_at_once]
-            run_kernel(f"experts_{name}", [*words, used, experts, 0, weights_at_once, *some], step_of(count), ranks)
+            run_kernel(f"experts_{name}", [*words, used, experts, 0, 0, weights_at_once, *some], step_of(count), ranks)
             for expected, out in zip(expectations[:weights_at_once], outs):
                 np.testing.assert_array_equal(out.reshape(rows, used, outputs)[:count], expected[:count])
-        run_kernel(f"experts_{name}", [*words, used, experts, 1, 1, *jobs[:7]], step_of(1), ranks)
+        run_kernel(f"experts_{name}", [*words, used, experts, 1, 0, 1, *jobs[:7]], step_of(1), ranks)
         np.testing.assert_array_equal(outs[0][:used], whole[0][range(used), ids[0]])  # a row of x for every item
+        for count, weights_at_once in ((1, 2), (rows, 2), (1, 1)):  # every rank reads the x that it has for itself
+            for out in outs:
+                out[:] = np.nan
+            for rank in range(ranks):
+                areas = aligned_bytes(ranks * quantised.nbytes, 0xFF)
+                areas.reshape(ranks, -1)[rank] = quantised
+                words[1] = areas.ctypes.data
+                tail = (used, experts, 0, quantised.nbytes, weights_at_once, *jobs[: 7 * weights_at_once])
+                run_kernel(f"experts_{name}", [*words, *tail], step_of(count), ranks, [rank])
+            for expected, out in zip(expectations[:weights_at_once], outs):
+                np.testing.assert_array_equal(out.reshape(rows, used, outputs)[:count], expected[:count])
 
 
 @pytest.mark.parametrize("name", WEIGHT_TYPES)

@@ -39,7 +39,9 @@ from bloomery.cpu_experts.simd import (
 )
 
 # Arguments: rows (index of the step's row count), rows per step row, heads, blocks of a head, x, x stride, x head
-# stride, up or 0, out, out stride, d plane, sums plane, buffers (BUFFER_BYTES a rank), limit of silu(x) * up
+# stride, up or 0, out, out stride, d plane, sums plane, buffers (BUFFER_BYTES a rank), limit of silu(x) * up, bytes
+# from one rank's rows to the next one's, if each makes all rows for itself (0: they share them)
+OWN: Final = 14  # place of the last of them
 _INT = types.int64
 _PAIR = pair_of(types.float32)
 
@@ -157,6 +159,18 @@ def _bf16_run(x: int, out: int, count: int) -> None:
 _BLOCK: Final[dict[str, Any]] = {"Q8_K": _q8_k, "Q8_0": _q8_0}
 
 
+@inlined
+def _first(args: int, units: int, rank: int, ranks: int) -> int:
+    first: int = 0 if argument(args, OWN) != 0 else share_start(units, rank, ranks)
+    return first
+
+
+@inlined
+def _last(args: int, units: int, rank: int, ranks: int) -> int:
+    last: int = units if argument(args, OWN) != 0 else share_end(units, rank, ranks)
+    return last
+
+
 def quantise(kind: str) -> Callable[[int, int, int, int], None]:
     """Kernel `quantise_<kind>`: rows of x (or, for Q8 kinds, of silu(x) * up) into planes; a head after the other."""
     return _convert(narrow_run if kind == "F16" else _bf16_run) if kind in ("F16", "BF16") else _quantise(kind)
@@ -166,11 +180,12 @@ def _convert(run: Callable[[int, int, int], None]) -> Callable[[int, int, int, i
     def kernel(args: int, rank: int, ranks: int, step: int) -> None:
         rows = argument(step, argument(args, 0)) * argument(args, 1)
         heads, width = argument(args, 2), argument(args, 3)
-        for unit in range(share_start(rows * heads, rank, ranks), share_end(rows * heads, rank, ranks)):
+        out = argument(args, 8) + rank * argument(args, OWN)
+        for unit in range(_first(args, rows * heads, rank, ranks), _last(args, rows * heads, rank, ranks)):
             row = unit // heads
             head = unit - row * heads
             source = argument(args, 4) + row * argument(args, 5) + head * argument(args, 6)
-            run(source, argument(args, 8) + row * argument(args, 9) + 2 * head * width, width)
+            run(source, out + row * argument(args, 9) + 2 * head * width, width)
 
     return kernel
 
@@ -185,11 +200,11 @@ def _quantise(kind: str) -> Callable[[int, int, int, int], None]:
         rows = argument(step, argument(args, 0)) * argument(args, 1)
         heads, blocks = argument(args, 2), argument(args, 3)
         x, x_stride, head_stride, up = argument(args, 4), argument(args, 5), argument(args, 6), argument(args, 7)
-        out, out_stride = argument(args, 8), argument(args, 9)
+        out, out_stride = argument(args, 8) + rank * argument(args, OWN), argument(args, 9)
         d_plane, sums_plane = argument(args, 10), argument(args, 11)
         buffer = argument(args, 12) + rank * BUFFER_BYTES
         in_row = heads * blocks
-        for unit in range(share_start(rows * in_row, rank, ranks), share_end(rows * in_row, rank, ranks)):
+        for unit in range(_first(args, rows * in_row, rank, ranks), _last(args, rows * in_row, rank, ranks)):
             row = unit // in_row
             place = unit - row * in_row
             head = place // blocks

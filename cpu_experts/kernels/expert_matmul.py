@@ -18,9 +18,10 @@ from bloomery.cpu_experts.simd import argument, compiled, inlined, load_i32, sto
 
 # Arguments of experts_<type>: EXPERTS_HEAD words, then EXPERTS_JOB words for every weight.
 # Head: rows (index of the step's row count), x, x stride, d plane, sums plane, tiles, bytes of a tile area, lists,
-# bytes of a list area, ids, ids row stride, used, experts, 1 if x has a row for every item (0: for every row).
+# bytes of a list area, ids, ids row stride, used, experts, 1 if x has a row for every item (0: for every row), bytes
+# from one rank's x to the next one's (0: all have the same).
 # Job: weight, bytes of an expert, bytes of a row, blocks of a row, output rows, out, out stride.
-EXPERTS_HEAD: Final = 14
+EXPERTS_HEAD: Final = 15
 EXPERTS_JOB: Final = 7
 
 
@@ -88,6 +89,13 @@ def has_one_item(lists: int, expert: int, experts: int) -> bool:
     return one
 
 
+@inlined
+def _input(args: int, rank: int) -> int:
+    """Address of row 0 of x."""
+    x: int = argument(args, 1) + rank * argument(args, 14)
+    return x
+
+
 Together = Callable[[int, int, int, int, int, int, int], int]
 
 
@@ -116,7 +124,7 @@ def _two_jobs(name: str) -> Together:
         first, last = share_start(outputs, rank, ranks), share_end(outputs, rank, ranks)
         if first < last:
             item = pairs + 8 * load_i32(lists + 4 * (expert + 1))
-            row = argument(args, 1) + load_i32(item) * argument(args, 2)
+            row = _input(args, rank) + load_i32(item) * argument(args, 2)
             to = load_i32(item + 4)
             gate_weights = argument(args, at) + first * row_bytes
             up_weights = argument(args, up) + first * row_bytes
@@ -143,10 +151,10 @@ def _two_experts(name: str) -> Together:
     multiply = multiply_pairs(name)
 
     @inlined
-    def place(args: int, pairs: int, lists: int, expert: int, first: int) -> tuple[int, int]:
+    def place(args: int, x: int, pairs: int, lists: int, expert: int, first: int) -> tuple[int, int]:
         item = pairs + 8 * load_i32(lists + 4 * (expert + 1))
         at = EXPERTS_HEAD + 1
-        row = argument(args, 1) + load_i32(item) * argument(args, 2)
+        row = x + load_i32(item) * argument(args, 2)
         return row, argument(args, at + 5) + load_i32(item + 4) * argument(args, at + 6) + 4 * first
 
     @inlined
@@ -166,8 +174,9 @@ def _two_experts(name: str) -> Together:
                 last_one = next_expert(lists, after, experts)
                 if last_one < experts:
                     then = weights + last_one * matrix
-            row, out = place(args, pairs, lists, expert, first)
-            other_row, other_out = place(args, pairs, lists, other, first)
+            x = _input(args, rank)
+            row, out = place(args, x, pairs, lists, expert, first)
+            other_row, other_out = place(args, x, pairs, lists, other, first)
             multiply(
                 weights + expert * matrix, out, row, weights + other * matrix, other_out, other_row, last - first,
                 row_bytes, blocks, argument(args, 3), argument(args, 4), following, then,
@@ -191,7 +200,7 @@ def experts(name: str) -> Callable[[int, int, int, int], None]:
 
     def kernel(args: int, rank: int, ranks: int, step: int) -> None:
         rows = argument(step, argument(args, 0))
-        x, x_stride, d_plane, sums_plane = argument(args, 1), argument(args, 2), argument(args, 3), argument(args, 4)
+        x, x_stride, d_plane, sums_plane = _input(args, rank), argument(args, 2), argument(args, 3), argument(args, 4)
         tiles = argument(args, 5) + rank * argument(args, 6)
         lists = argument(args, 7) + rank * argument(args, 8)
         used, expert_count = argument(args, 11), argument(args, 12)
