@@ -105,8 +105,9 @@ def plain_text(messages: Sequence[dict[str, Any]]) -> str:
 
 @contextmanager
 def interrupt_aborts(events: Generation) -> Iterator[None]:
-    """Ctrl-C ends the request behind `events` and not the program; pressed again, it ends the program."""
-    if threading.current_thread() is not threading.main_thread():
+    """Ctrl-C ends the request behind `events` and not the program; pressed again, it ends the program. One that was
+    started to ignore Ctrl-C (in the background of a script) does so here, too."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         yield
         return
 

@@ -26,6 +26,11 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from bloomery.runtime.runtime_files import SHARED_MEMORY, owner_is_alive, runtime_directory  # noqa: E402
 
+# A run in the background of a script ignores Ctrl-C and would hand that down. It goes on ignoring it, but by a handler,
+# which is not inherited: programs that tests start and interrupt have the default.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, lambda number, frame: None)
+
 START_SECONDS = 280.0  # a first start compiles the kernels
 LARGE = 400 << 20  # bytes; to look for what can be freed takes a quarter of a second
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import Daemon, program
 
@@ -41,6 +42,15 @@ class Terminal:
 
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
+
+    def interrupt(self, seconds: float = 60.0) -> None:
+        """Ctrl-C as a person presses it: once the program waits. Python's line editing notices the one that comes just
+        before it waits for keys only at the next key."""
+        deadline = time.monotonic() + seconds
+        while psutil.Process(self.process.pid).status() != psutil.STATUS_SLEEPING:
+            assert time.monotonic() < deadline, "the program never waits"
+            time.sleep(0.01)
+        self.type("\x03")
 
     def expect(self, text: str, seconds: float = 60.0) -> str:
         """Waits until `text` is shown; returns what came before it."""
@@ -74,7 +84,9 @@ def test_a_conversation_at_a_terminal(chat: Terminal, tmp_path: Path) -> None:
     assert "tiny-qwen3moe" in chat.expect("> ")
     chat.type("/help\n")
     assert "/reset" in chat.expect("\n> ")
-    chat.type("half a line\x03")
+    chat.type("half a line")
+    chat.expect("half a line")
+    chat.interrupt()
     chat.expect("\n> ")
     chat.type("Hello\n")
     chat.expect("Hello")
