@@ -151,6 +151,8 @@ class CardExecutor:
         rows = self._max_rows if blocks else 0
         of_blocks = self._experts.kind(rows).context if self._experts else self.memory
         launches = lower_all(program, self.memory, rows, self._max_out_rows, of_blocks)
+        for kind in self._experts.handed if self._experts else ():
+            launches += lower_prompt(program, kind.context, rows, self._max_out_rows)
         self.memory.settle()
         self._kernels = Kernels(self.card)
         names = {launch.kernel for launch in launches}

@@ -121,6 +121,11 @@ class ExpertStream:
         return next(kind for kind in reversed(self._kinds) if kind.rows <= rows or kind is self._kinds[0])
 
     @property
+    def handed(self) -> list[Kind]:
+        """Those in which the host has a part."""
+        return [kind for kind in self._kinds if not kind.alone]
+
+    @property
     def source(self) -> str:
         """Where the weights come from and what that costs, for people."""
         assert self._source is not None

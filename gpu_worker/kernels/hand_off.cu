@@ -44,11 +44,14 @@ extern "C" __global__ void __launch_bounds__(512)
     receive(const float* x, word x_row, float* out, word out_row, word rows, word width, Receiving receiving, Added added) {
     DYNAMIC_SHARED(float, landed);
     let_next_begin();
-    const bool came = await_ranks(receiving, load_acquire(receiving.control + STEP_WORD));
+    const bool came = await_ranks(receiving, load_acquire(receiving.control + STEP_WORD), [&] {
+        if (!receiving.times) return;
+        await_previous();
+        receiving.times[BEGUN] = now();
+    });
     const bool brought = rows == 1 && width <= MOST_BROUGHT;
     if (came && brought) move_row(landed, receiving.from, int(width));
     await_previous();
-    if (receiving.times && threadIdx.x == 0) receiving.times[BEGUN] = now();
     if (!came) return;
     __syncthreads();
     for (int r = 0; r < rows; ++r) {

@@ -116,15 +116,18 @@ struct Receiving {
     word* times;
 };
 
-// Looks at every rank's flag until all are there; whether they came. By all threads of a block. May be called before the
-// launches before this one have ended: `number` is the step's, and flags of it are raised for what was sent in it.
-DEVICE bool await_ranks(const Receiving& receiving, word number) {
-    __shared__ int gone;
+// Looks at every rank's flag until all are there; whether they came. By all threads of a block, one warp of which looks, while
+// the last thread of those that do not does something else. May be called before the launches before this one have ended:
+// `number` is the step's, and flags of it are raised for what was sent in it.
+template <class Else>
+DEVICE bool await_ranks(const Receiving& receiving, word number, Else meanwhile) {
+    __shared__ int given_up, gone;  // by an earlier hand-off, by this one
     const word wanted = flag_of(number, receiving.index);
-    if (threadIdx.x == 0) gone = load_acquire_here(receiving.cut) == number;
+    if (threadIdx.x == 0) given_up = load_acquire_here(receiving.cut) == number, gone = 0;
     __syncthreads();
-    if (gone) return false;
-    for (word rank = threadIdx.x; rank < receiving.ranks; rank += blockDim.x) {
+    if (given_up) return false;
+    if (threadIdx.x == blockDim.x - 1) meanwhile();
+    for (word rank = threadIdx.x; rank < receiving.ranks && threadIdx.x < 32; rank += 32) {
         const word* flag = receiving.words + RANK_FLAGS + rank * LINE_WORDS;
         const word* control = receiving.control;
         const word begun = now();
@@ -146,10 +149,10 @@ DEVICE bool await_ranks(const Receiving& receiving, word number) {
             }
         }
     }
-    __syncthreads();
-    if (gone) return false;
+    if (threadIdx.x < 32) __syncwarp();
     if (receiving.times && threadIdx.x == 0) receiving.times[SEEN] = now();
-    return true;
+    __syncthreads();
+    return !gone;
 }
 
 // Rows of the host for all blocks of a launch whose first one looks for them: it brings them to `rows` of the card's memory
@@ -165,7 +168,7 @@ struct Landing {
 DEVICE void land(const Landing& landing, int rows, int width) {
     const Receiving& receiving = landing.receiving;
     const word number = *receiving.step;
-    if (await_ranks(receiving, number))
+    if (await_ranks(receiving, number, [] {}))
         for (int r = 0; r < rows; ++r)
             move_row(landing.rows + r * landing.row, receiving.from + r * receiving.from_row, width);
     __syncthreads();
