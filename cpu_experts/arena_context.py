@@ -45,6 +45,9 @@ class SizingContext:
         address, tensor = self.weight(name)
         return address, tensor.nbytes // matrices
 
+    def kept(self, name: str) -> tuple[int, ...] | None:
+        return self._own.kept(name) if self._own else None
+
     def state(self, name: str) -> CacheAddress:
         return CacheAddress(_NOWHERE, 64, 64, 1, 64)
 
@@ -98,6 +101,9 @@ class ArenaContext:
             return self._own.factor(name, before, total, matrices)
         address, tensor = self.weight(name)
         return address, tensor.nbytes // matrices
+
+    def kept(self, name: str) -> tuple[int, ...] | None:
+        return self._own.kept(name) if self._own else None
 
     def state(self, name: str) -> CacheAddress:
         layout, address = self._arena.layout, self._arena.address(f"state:{name}")

@@ -18,6 +18,7 @@ from bloomery.cpu_experts.kernels import FLOAT_TYPES, SUPER_TYPES, WEIGHT_TYPES
 from bloomery.cpu_experts.kernels.layouts import (
     ACTIVATION_ELEMENTS,
     BUFFER_BYTES,
+    EXPERTS_HEAD,
     OWN_ELEMENTS,
     OWN_ROWS,
     ROUTER_WORDS,
@@ -130,6 +131,9 @@ class _NoMemory:
 
     def factor(self, name: str, before: int, total: int, matrices: int = 1) -> tuple[int, int]:
         return _ALIGN, _ALIGN
+
+    def kept(self, name: str) -> tuple[int, ...] | None:
+        return None
 
     def state(self, name: str) -> CacheAddress:
         return CacheAddress(_ALIGN, _ALIGN, _ALIGN, 1, _ALIGN)
@@ -404,18 +408,25 @@ class _Lowering(Deepseek4Lowering):
         x_of_each_item: int,
     ) -> None:
         """Products of every item with the matrices of its expert; a job is (tensor, out, out stride, outputs)."""
+        kept = self.context.kept(jobs[0][0])
+        here = experts if kept is None else len(kept)
         words: list[int] = []
         for name, out, stride, outputs in jobs:
+            assert self.context.kept(name) == kept, name
             row_bytes, blocks = self._blocks(self.context.weight(name)[1], inputs, outputs, experts)
             words += [*self.context.factor(name, 0, outputs, experts), row_bytes, blocks, outputs, out, stride]
         quant_type = _kind(self.context.weight(jobs[0][0])[1])
         tiles = self._tiles(quant_type, blocks)
         used = op.ids.elements
-        area = aligned(F32_BYTES * (experts + 1 + 2 * self._max_rows(op.x) * used))
+        table = 0
+        if kept is not None:
+            table = EXPERTS_HEAD + 1 + len(words)
+            words += _numbers(kept, experts)
+        area = aligned(F32_BYTES * (here + 1 + 2 * self._max_rows(op.x) * used))
         lists = self.context.scratch("lists", area * self.context.ranks)
         self.emit(
             f"experts_{quant_type}", self._rows(op.x), x.address, x.row_stride, x.d_plane, x.sums_plane, *tiles,
-            lists, area, *self.context.view(op.ids), used, experts, x_of_each_item, x.own,
+            lists, area, *self.context.view(op.ids), used, here, x_of_each_item, x.own, table,
             len(jobs), *words,
         )  # fmt: skip
 
@@ -455,6 +466,14 @@ class _Lowering(Deepseek4Lowering):
             out, out_stride, d_plane, sums_plane, buffer, limit_of(limit), 0,
         )  # fmt: skip
         return Activations(out, out_stride, d_plane, sums_plane, block)
+
+
+def _numbers(kept: tuple[int, ...], experts: int) -> list[int]:
+    """For each expert its number among those that are kept; 0 where it is none of them."""
+    numbers = [0] * experts
+    for number, expert in enumerate(kept):
+        numbers[expert] = number
+    return numbers
 
 
 def _kind(tensor: Tensor) -> str:

@@ -22,6 +22,7 @@ class ModelWorkload:
         self._model, program = load_program(start.model, start.taps, start.target)
         self.program = keep_choices(program) if start.keep_choices else program
         tables = {table.weight for table in engram_tables(program)}  # larger than memory, and not read from here
+        self.kept: dict[str, tuple[int, ...]] = {}
         self._besides, self._copied = tables, bool(start.weight_files)
 
     def map_weights(self, besides: Collection[str], progress: Callable[[int, int], None]) -> None:

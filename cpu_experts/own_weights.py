@@ -4,7 +4,8 @@ Owns which rows those are, where they lie and how they come from the file. Priva
 memory gets none, and lies near the core that fills it. Its price: nobody else has these rows, so a worker that takes
 the place of a dead one reads them again. What is not multiplied (embeddings, norms, biases) stays in the mapped file.
 
-The rows of a rank lie side by side, matrix after matrix, in the order of the file; the address that kernels get is
+The rows of a rank lie side by side, matrix after matrix (of experts only those that the host computes), in the order of
+the file; the address that kernels get is
 that which row 0 would have.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -41,12 +42,14 @@ _share_start: Final[Callable[[int, int, int], int]] = share_start.py_func
 
 @dataclass(frozen=True)
 class Part:
-    """Rows `first` to `last`-1 of each of `matrices` equal matrices that a tensor is made of; at byte `place`."""
+    """Rows `first` to `last`-1 of those that are `kept` of `matrices` equal matrices that a tensor is made of; at byte
+    `place`."""
 
     tensor: Tensor
     first: int
     last: int
     matrices: int
+    kept: tuple[int, ...]
     place: int
 
     @property
@@ -60,7 +63,7 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        return self.matrices * self.matrix_bytes
+        return len(self.kept) * self.matrix_bytes
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,11 @@ class OwnWeights:
     """What rank `rank` of `ranks` multiplies. Lowering first tells what it wants (`want`), then `load` reads it, then
     `factor` says where it is."""
 
-    def __init__(self, program: Program, rank: int, ranks: int) -> None:
+    def __init__(
+        self, program: Program, rank: int, ranks: int, kept: Mapping[str, tuple[int, ...]] | None = None
+    ) -> None:
+        """`kept`: of which tensors only some matrices are wanted, in ascending order."""
+        self._kept = kept or {}
         self._program, self._rank, self._ranks = program, rank, ranks
         self._parts: dict[tuple[str, int, int, int], Part] = {}
         self._address = 0
@@ -99,7 +106,8 @@ class OwnWeights:
         first, last = (
             min(max(_share_start(total, rank, self._ranks) - before, 0), rows) for rank in (self._rank, self._rank + 1)
         )
-        part = Part(tensor, first, last, matrices, self.nbytes)
+        kept = self._kept.get(name, tuple(range(matrices)))
+        part = Part(tensor, first, last, matrices, kept, self.nbytes)
         self._parts[key] = part
         self.nbytes += -(-part.nbytes // _LINE) * _LINE
 
@@ -107,6 +115,10 @@ class OwnWeights:
         """As `LoweringContext.factor`, of what was wanted and loaded."""
         part = self._parts[name, before, total, matrices]
         return self._address + part.place - part.first * part.row_bytes, part.matrix_bytes
+
+    def kept(self, name: str) -> tuple[int, ...] | None:
+        """As `LoweringContext.kept`."""
+        return self._kept.get(name)
 
     def load(self, progress: Callable[[int, int], None]) -> None:
         """Takes the memory and reads the rows; `progress(done, total)` in bytes. ModelFileError for a file that cannot
@@ -157,11 +169,11 @@ class OwnWeights:
     def _pieces(self) -> Iterator[Piece]:
         for part in self._parts.values():
             whole = part.tensor.nbytes // part.matrices
-            for matrix in range(part.matrices):
+            for number, matrix in enumerate(part.kept):
                 offset = part.tensor.offset + matrix * whole + part.first * part.row_bytes
                 for at in range(0, part.matrix_bytes, PIECE):
                     nbytes = min(PIECE, part.matrix_bytes - at)
-                    yield Piece(part.tensor.path, offset + at, nbytes, part.place + matrix * part.matrix_bytes + at)
+                    yield Piece(part.tensor.path, offset + at, nbytes, part.place + number * part.matrix_bytes + at)
 
     def huge_share(self) -> float:
         """The part that lies in huge pages, as /proc/self/smaps tells."""

@@ -112,7 +112,11 @@ class LoweringContext(Protocol):
     def factor(self, name: str, before: int, total: int, matrices: int = 1) -> tuple[int, int]:
         """Of a weight that is multiplied: address of its first byte, and bytes from one of its `matrices` to the next.
         Ranks share `total` output rows (`kernels/work.py`), of which the rows of each matrix are those from `before`
-        on; only this rank's need be there, each at its distance from the matrix's address."""
+        on; only this rank's need be there, each at its distance from the matrix's address. Of `matrices` those that are
+        `kept` count."""
+
+    def kept(self, name: str) -> tuple[int, ...] | None:
+        """Of a weight of several matrices the numbers of those that are there, side by side; None: all are."""
 
     def state(self, name: str) -> CacheAddress:
         """Where the rows of a state lie."""

@@ -46,7 +46,8 @@ class Worker:
         module, _, function = start.workload.partition(":")
         self._workload: Workload = getattr(importlib.import_module(module), function)(start)
         program, shape = self._workload.program, start.shape
-        self._own = OwnWeights(program, start.rank, shape.processes) if start.own_weights else None
+        sharing = (start.rank, shape.processes, self._workload.kept)
+        self._own = OwnWeights(program, *sharing) if start.own_weights else None
         sizing = SizingContext(program, shape, self._own)
         self._stages = self._workload.stages(sizing)
         if self._own:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from bloomery.cpu_experts.stage import LoweringContext, Stage
@@ -14,6 +14,10 @@ class Workload(Protocol):
 
     @property
     def program(self) -> Program: ...
+
+    @property
+    def kept(self) -> Mapping[str, tuple[int, ...]]:
+        """Tensors of which not all matrices are used here, and the numbers of those that are."""
 
     def map_weights(self, besides: Collection[str], progress: Callable[[int, int], None]) -> None:
         """Makes the weights ready for the first step, but for those that lie elsewhere; `progress(done, total)` in

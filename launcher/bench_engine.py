@@ -219,6 +219,7 @@ def start_on_card(path: str, program: Program, plan: Plan, cache_type: CacheType
         stream_rows=plan.stream_rows,
         stream_tiers=plan.stream_tiers,
         deterministic=plan.deterministic,
+        own_weights=plan.host_weights == "copy",
         time_legs=True,
         progress=progress,
         workload=CARD_WORKLOAD,

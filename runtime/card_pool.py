@@ -26,6 +26,7 @@ from bloomery.runtime.errors import StepAborted
 from bloomery.runtime.executor import MOST_AHEAD, StateSnapshot, StepResult, StepRows, check_rows
 from bloomery.runtime.expert_tiers import ExpertTiers
 from bloomery.runtime.host_pool import IDLE_SPIN_NS, hand_off_ns, quiet_seconds, stall_seconds, worker_starts
+from bloomery.runtime.host_weights import check_room
 from bloomery.runtime.leg_times import LegWords, StepLegs
 from bloomery.runtime.memory_terms import CARD_ROWS, LOGITS_BYTES
 from bloomery.runtime.program import Program
@@ -35,6 +36,7 @@ from bloomery.runtime.stage_ticks import op_ticks
 from bloomery.runtime.states import element_type
 from bloomery.runtime.step_parts import step_parts
 from bloomery.runtime.step_runner import StepRunner
+from bloomery.runtime.weight_loading import own_facts
 from bloomery.runtime.worker_group import Progress, WorkerGroup
 from bloomery.runtime.worker_messages import CardStart, lowered_of
 
@@ -140,6 +142,7 @@ class CardPool:
         progress: Progress = lambda stage, done, total: None,
         workload: str = CARD_WORKLOAD,
         host_workload: str = EXPERT_WORKLOAD,
+        own_weights: bool = False,
     ) -> CardPool:
         """Starts the workers and returns when they can run steps.
 
@@ -147,11 +150,12 @@ class CardPool:
         `processes`. To blocks of at least `stream_rows` rows of a prompt these experts come (0: there are no blocks),
         but for those that `stream_tiers` leaves to the host in blocks of few rows; `deterministic` means no blocks, of
         a whole model either (all three: `CardStart`). With `time_legs` both sides tell how long they take
-        (`leg_times`). `progress(stage, done, total)` is called with the stages "spawn", "compile", "load", "upload"
-        (bytes), "card kernels" and "lock" (bytes). `workload` and `host_workload` name what
-        makes the card's executor and the hosts' stages. Raises ModelFileError and PlanError as the workers found them
-        (no PyCUDA, driver, compiler or card; memory that does not suffice), PlanError if the arena does not fit,
-        WorkerLost.
+        (`leg_times`). With `own_weights` each of the CPU-expert workers copies its rows of the experts on the host to
+        its own memory. `progress(stage, done, total)` is called with the stages "spawn", "weights" (bytes), "compile",
+        "load", "upload" (bytes), "card kernels" and "lock" (bytes). `workload` and `host_workload` name what makes the
+        card's executor and the hosts' stages. Raises ModelFileError and PlanError as the workers found them (no PyCUDA,
+        driver, compiler or card; memory that does not suffice), PlanError if the arena does not fit or there is no
+        memory for the copies, WorkerLost.
         """
         runtime_files.sweep()
         hand_offs = tiers.host_layers if tiers else ()
@@ -166,8 +170,12 @@ class CardPool:
         handed = max(group, min(alone_rows - 1, max_rows)) if alone_rows else group
         shape = ArenaShape(context, slots, rows, min(rows, max_out_rows), hosts, cache_type, 1, handed)
         name = f"cards{next(_pool_numbers)}"
-        starts = worker_starts(model_path, program, shape, time_legs, host_workload, hand_offs=hand_offs)
         text = tiers.text() if tiers else ""
+        starts = worker_starts(model_path, program, shape, time_legs, host_workload, hand_offs=hand_offs)
+        own_weights = own_weights and bool(hand_offs)
+        if own_weights and tiers:
+            check_room(tiers.host_bytes)
+        starts = [replace(start, tiers=text, own_weights=own_weights) for start in starts]
         start = card_start(model_path, program, shape, workload, card, hand_offs, text, time_legs)
         start = replace(start, stream_rows=stream_rows if streams else 0, stream_tiers=stream_tiers)
         starts.append(replace(start, deterministic=deterministic))
@@ -191,6 +199,8 @@ class CardPool:
             if facts.get("experts_from"):
                 log.info("blocks of a prompt get the experts on the host %s", facts["experts_from"])
             pool._facts = {**facts, "expert_share_on_card": tiers.share if tiers else 1.0}
+            if own := own_facts(ready, [start.weight_nodes[start.rank] for start in starts[:hosts]]):
+                pool._facts["weights"] = own
             if time_legs:
                 pool._legs = LegWords(arena.memory("leg_times"), hand_offs)
                 pool._tick_rate = ready[0]["tick_rate"] if hosts else 0.0

@@ -304,6 +304,7 @@ class Daemon:
             stream_rows=plan.stream_rows,
             stream_tiers=plan.stream_tiers,
             deterministic=plan.deterministic,
+            own_weights=plan.host_weights == "copy",
             progress=self._report,
         )
 

@@ -37,6 +37,17 @@ def routed_ops(program: Program) -> tuple[RoutedLayer, ...]:
     return tuple(found)
 
 
+def kept_experts(program: Program, tiers: ExpertTiers) -> dict[str, tuple[int, ...]]:
+    """For the expert tensors of each routed layer, by name, the ids that lie on the host, ascending."""
+    kept = {}
+    for op in program.ops:
+        if isinstance(op, RoutedExperts):
+            there = set(tiers.on_card[op.gate])
+            ids = tuple(expert for expert in range(program.weights[op.gate].shape[2]) if expert not in there)
+            kept.update(dict.fromkeys((op.gate, op.up, op.down), ids))
+    return kept
+
+
 @dataclass(frozen=True)
 class ExpertTiers:
     """`on_card`: the ids that lie on the card, ascending, for each routed layer by the name of its gate tensor."""

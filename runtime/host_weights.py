@@ -284,8 +284,17 @@ def huge_pages_for(nbytes: int, root: Path = Path("/")) -> bool:
 
 def private_pays(nbytes: int, root: Path = Path("/")) -> bool:
     """Whether huge pages are to be had for memory of single processes, and not for shared memory of this size."""
+    return _private_huge(root) and not huge_pages_for(nbytes, root)
+
+
+def _private_huge(root: Path) -> bool:
     chosen = re.search(r"\[(\w+)\]", text_of(root / "sys/kernel/mm/transparent_hugepage/enabled"))
-    return chosen is not None and chosen[1] != "never" and not huge_pages_for(nbytes, root)
+    return chosen is not None and chosen[1] != "never"
+
+
+def own_copy_pays(nbytes: int, processes: int, root: Path = Path("/"), mask: Iterable[int] | None = None) -> bool:
+    """As `copy_pays` where the only copies are those of single processes."""
+    return nbytes >= LEAST_COPY and (_private_huge(root) or _several_nodes(processes, root, mask))
 
 
 def copy_pays(nbytes: int, processes: int, root: Path = Path("/"), mask: Iterable[int] | None = None) -> bool:
@@ -293,11 +302,12 @@ def copy_pays(nbytes: int, processes: int, root: Path = Path("/"), mask: Iterabl
     LEAST_COPY are ready sooner than any copy is made. (docs/performance.md has what was measured.)"""
     if nbytes < LEAST_COPY:
         return False
-    if private_pays(nbytes, root):
-        return True
+    return private_pays(nbytes, root) or _several_nodes(processes, root, mask) or huge_pages_for(nbytes, root)
+
+
+def _several_nodes(processes: int, root: Path, mask: Iterable[int] | None) -> bool:
     machine = Topology.read(root).within(affinity_mask() if mask is None else mask)
-    nodes = {machine.node_of(cpu) for cpu in machine.pin_order()[:processes]}
-    return len(nodes) > 1 or huge_pages_for(nbytes, root)
+    return len({machine.node_of(cpu) for cpu in machine.pin_order()[:processes]}) > 1
 
 
 def copied_tensors(program: Program) -> list[Tensor]:

@@ -162,10 +162,12 @@ def card_plan_terms(
     tiers: ExpertTiers,
     streams: bool = False,
     handed_rows: int = CARD_ROWS,
+    own: bool = False,
 ) -> tuple[MemoryTerm, ...]:
     """Plan a: everything on one card but the experts that `tiers` has on the host, for which there are `processes`.
     `streams`: blocks of a prompt are computed on the card all the same, to which these experts come. Up to
-    `handed_rows` rows are handed to the host at once."""
+    `handed_rows` rows are handed to the host at once. With `own` the host's workers have these experts in their own
+    memory, and the mapped file is wanted only for those that come to the card."""
     max_rows, max_out_rows = out_rows_of(config, program)
     rows, out_rows = max_rows, max_out_rows
     if (tiers.host_layers and not streams) or max_rows < PROMPT_ROWS:
@@ -188,7 +190,8 @@ def card_plan_terms(
         MemoryTerm("KV cache", card_cache_bytes(config, program, context), "card"),
         MemoryTerm("expert staging", staging, "card"),
         MemoryTerm("card experts", tiers.card_bytes, "card"),
-        MemoryTerm("host experts", tiers.host_bytes, "mapped"),
+        MemoryTerm("streamed experts", tiers.host_bytes if own and streams else 0, "mapped"),
+        MemoryTerm("host experts", tiers.host_bytes, "private" if own else "mapped"),
         MemoryTerm("processes", CARD_PROCESS_BYTES + PROCESS_BYTES * (1 + processes), "private"),
         MemoryTerm("pinned buffers", PINNED_BYTES if streams else 0, "private"),
         MemoryTerm("results", logits if streams else 0, "private"),

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,7 +19,7 @@ from bloomery.runtime.card_probe import CardRoom, may_have_card, probe_cards
 from bloomery.runtime.daemon_config import DaemonConfig
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.expert_tiers import ExpertTiers
-from bloomery.runtime.host_weights import copied_bytes, copy_pays, private_pays
+from bloomery.runtime.host_weights import copied_bytes, copy_pays, own_copy_pays, private_pays
 from bloomery.runtime.hot_list import HotList
 from bloomery.runtime.memory_limits import available_memory
 from bloomery.runtime.memory_terms import REFERENCE_WEIGHT_BYTES as REFERENCE_WEIGHT_BYTES
@@ -197,7 +197,11 @@ def _copy_fits(config: DaemonConfig, program: Program, processes: int, room: Mem
         return False
     copying, own = replace(config, host_weights="copy"), private_pays(copied_bytes(program))
     least = host_plan_terms(copying, program, processes, config.context or LEAST_CONTEXT, own)
-    return sum(term.nbytes for term in least if term.place != "disk") <= COPY_SHARE * room.memory
+    return _host_bytes(least) <= COPY_SHARE * room.memory
+
+
+def _host_bytes(terms: Iterable[MemoryTerm]) -> int:
+    return sum(term.nbytes for term in terms if term.place not in ("disk", "card"))
 
 
 def _card_plan(config: DaemonConfig, program: Program, room: MemoryRoom, hot: HotList | None) -> Plan:
@@ -206,8 +210,6 @@ def _card_plan(config: DaemonConfig, program: Program, room: MemoryRoom, hot: Ho
         raise PlanError("the reference executor runs on the host", "use --plan cpu with --executor reference")
     if not room.cards:
         raise PlanError("plan a needs a card, and there is none", "run with --plan cpu")
-    if config.host_weights == "copy":
-        raise PlanError("plan a maps the experts that stay on the host", "leave out --host-weights, or use --plan cpu")
     if config.cache_type == "q8_0":
         raise PlanError("caches of q8_0 are for plan cpu: cards have f16, f32", "use --cache-type f16 or --plan cpu")
     card = max(room.cards, key=lambda card: (card.free, -card.number))
@@ -241,13 +243,18 @@ def _card_plan(config: DaemonConfig, program: Program, room: MemoryRoom, hot: Ho
             stream = choose_stream(program, beside, config.prompt_block, context, rates, hot, config.shared_blocks)
         if stream.rows:
             tiers, config = stream.tiers, replace(config, prompt_block=stream.block)
-    terms = card_plan_terms(config, program, processes, context, tiers, bool(stream.rows), stream.handed_rows)
+    shape = (config, program, processes, context, tiers, bool(stream.rows), stream.handed_rows)
+    own = config.host_weights == "copy" and bool(tiers.host_layers)
+    if config.host_weights == "auto" and own_copy_pays(tiers.host_bytes, processes):
+        own = _host_bytes(card_plan_terms(*shape, own=True)) <= COPY_SHARE * room.memory
+    terms = card_plan_terms(*shape, own=own)
     parts = [tiers.text(), *([str(stream.rows)] if stream.rows else []), *(f"{n}:{ids}" for n, ids in stream.there)]
     parts += ["deterministic"] if config.deterministic else []
     digest = _digest("a", config, program, "/".join(parts))
     plan = Plan("a", digest, context, config.slots, block_of(config), processes, terms, card, tiers)
     plan = replace(plan, stream_rows=stream.rows, stream_tiers=stream.there, stream_note=stream.note)
     plan = replace(plan, deterministic=config.deterministic)
+    plan = replace(plan, host_weights="copy" if own else "mmap")
     _refuse_what_does_not_fit(plan, room)
     return _with_snapshots(config, plan, room)
 
@@ -298,6 +305,7 @@ def _refuse_what_does_not_fit(plan: Plan, room: MemoryRoom) -> None:
 _HINTS = {
     "dense weights": "free memory, or use a smaller file",
     "host experts": "free memory, or use a smaller file",
+    "streamed experts": "use --host-weights mmap",
     "looked-up weights": "free memory, or use a smaller file",
     "KV cache": "ask for less context (--ctx), fewer sequences (--parallel) or --cache-type f16 or q8_0",
     "activations": "ask for a smaller --prompt-block",

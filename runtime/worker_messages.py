@@ -41,7 +41,8 @@ class WorkerStart:
     for moments. `workload` is `module:function` of what makes the stages. `taps` and `target` are
     `architectures.load_program`'s; with `keep_choices` the program leaves the routers' choices behind
     (`router_choices`). Beside a card: `hand_offs` are the numbers of the routed layers with experts on the
-    host, `hand_off_ns` is how long a side waits for the other inside a step. `weight_nodes` are the NUMA nodes of
+    host, `tiers` is the text of the ExpertTiers, which says what experts these are, `hand_off_ns` is how long a side
+    waits for the other inside a step. `weight_nodes` are the NUMA nodes of
     the ranks; `weight_files` those of a copy of the weights (`host_weights`), none where they are mapped. With
     `own_weights` a worker copies to its own memory what it multiplies, and with `mlock` it locks that there.
     """
@@ -69,6 +70,7 @@ class WorkerStart:
     weight_files: tuple[str, ...] = ()
     own_weights: bool = False
     mlock: bool = False
+    tiers: str = ""
 
     MODULE: ClassVar[str] = "bloomery.cpu_experts"
     TITLE: ClassVar[str] = "CPU-expert worker"
@@ -116,13 +118,12 @@ class EngramStart(WorkerStart):
 
 @dataclass(frozen=True)
 class CardStart(WorkerStart):
-    """Of the worker of card number `card`; its rank comes after those of the CPU-expert workers. `tiers` is the text of
-    the ExpertTiers. To blocks of at least `stream_rows` rows experts on the host come (0: there are none);
-    `stream_tiers` says from how many rows on which ones stand on the card then: (rows, text of ExpertTiers), ascending,
-    the last "", which is all of them; without any it is always all. `deterministic`: no row is computed in a block."""
+    """Of the worker of card number `card`; its rank comes after those of the CPU-expert workers. To blocks of at least
+    `stream_rows` rows experts on the host come (0: there are none); `stream_tiers` says from how many rows on which
+    ones stand on the card then: (rows, text of ExpertTiers), ascending, the last "", which is all of them; without any
+    it is always all. `deterministic`: no row is computed in a block."""
 
     card: int = 0
-    tiers: str = ""
     stream_rows: int = 0
     stream_tiers: tuple[tuple[int, str], ...] = ()
     deterministic: bool = False

@@ -29,7 +29,7 @@ def _delay(args: int, rank: int, ranks: int, step: int) -> None:
 class DelayedExperts:
     def __init__(self, start: WorkerStart) -> None:
         self._inner = expert_workload.load(start)
-        self.program = self._inner.program
+        self.program, self.kept = self._inner.program, self._inner.kept
         self._delay: Any = None
 
     def map_weights(self, besides: Collection[str], progress: Callable[[int, int], None]) -> None:

@@ -97,6 +97,9 @@ class InProcessExecutor:
         address, tensor = self.weight(name)
         return address, tensor.nbytes // matrices
 
+    def kept(self, name: str) -> tuple[int, ...] | None:
+        return None
+
     def state(self, name: str) -> CacheAddress:
         state = self.states[name]
         head_stride = state.strides[2] if state.ndim == 4 else 0

@@ -142,6 +142,7 @@ class RingWorkload:
         self._settings = json.loads(start.model)
         self.program = program()
         self._compiled: dict[str, Any] = {}
+        self.kept: dict[str, tuple[int, ...]] = {}
         if self._settings.get("refuse") == "file":
             raise ModelFileError("ring.gguf: tensor ring.weight is bent", "unbend it")
         if self._settings.get("refuse") == "defect" and start.rank == 1:

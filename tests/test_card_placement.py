@@ -97,6 +97,39 @@ def test_budgets(program: Program, budget: tuple[float, float, float, dict[str, 
         assert plan.card.free - plan.total("card") < smallest, "another expert would have fitted"
 
 
+@pytest.mark.parametrize("block", [24, 512])
+def test_experts_on_the_host_are_copied_where_both_fit(
+    program: Program, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    """`copy` asks for it, `auto` takes it where it pays and leaves a fifth of the memory; what comes to the card for
+    prompts is wanted in the file as well."""
+    config = replace(CONFIG, prompt_block=block)
+    pays: list[int] = []
+    monkeypatch.setattr("bloomery.runtime.placement.own_copy_pays", lambda nbytes, ranks: bool(pays))
+    mapped = make_plan(config, program, room(8, 64))
+    experts = term(mapped, "host experts")
+    assert mapped.host_weights == "mmap" and mapped.total("mapped") == experts > 8 * GIB
+    assert make_plan(replace(config, host_weights="mmap"), program, room(8, 64)) == mapped
+    pays.append(1)
+    assert make_plan(replace(config, host_weights="mmap"), program, room(8, 64)) == mapped
+    copied = make_plan(config, program, room(8, 64))
+    assert copied.host_weights == "copy" and copied.digest == mapped.digest and copied.tiers == mapped.tiers
+    assert term(copied, "host experts") == experts and copied.total("mapped") == term(copied, "streamed experts")
+    assert bool(copied.stream_rows) == (block == 512)
+    assert term(copied, "streamed experts") == (experts if copied.stream_rows else 0)
+    assert copied.total("private") - term(copied, "snapshots") == (
+        mapped.total("private") - term(mapped, "snapshots") + experts
+    )
+    taken = copied.total("mapped", "shared", "private") - term(copied, "snapshots")
+    for part, wanted in ((0.79, "copy"), (0.81, "mmap")):
+        assert make_plan(config, program, room(8, taken / part / GIB)).host_weights == wanted
+    forced = replace(config, host_weights="copy")
+    assert make_plan(forced, program, room(8, (taken + GIB) / GIB)).host_weights == "copy"
+    with pytest.raises(PlanError, match="too many"):
+        make_plan(forced, program, room(8, taken / GIB - 0.1))
+    assert make_plan(forced, program, room(141, 64)).host_weights == "mmap", "all on the card"
+
+
 def test_a_refusal_is_exact(program: Program) -> None:
     """With the bytes that it names the plan fits; with one less it does not."""
     bare = replace(CONFIG, context=16384)

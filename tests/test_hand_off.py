@@ -86,13 +86,27 @@ def test_any_placement_gives_the_same_answer(name: str) -> None:
         assert steps == 2 + 3, "12 rows run as 8 + 4"
 
 
-def test_the_number_of_processes_changes_no_bit() -> None:
+def test_neither_the_number_of_processes_nor_where_their_weights_lie_changes_a_bit() -> None:
     name = NAMES[0]
     tiers, found = tiers_of(program_of(name), 0.3), []
-    for processes in (1, 3):
-        with open_pool(name, tiers, processes=processes) as pool:
+    seen: list[tuple[str, int, int]] = []
+    for processes, own in ((1, False), (3, False), (2, True)):
+        seen.clear()
+        progress = {"progress": lambda *facts: seen.append(facts)}
+        with open_pool(name, tiers, processes=processes, own_weights=own, **progress) as pool:
             found.append(evaluate(pool, TOKENS[:9], block=4))
-    assert (found[0] == found[1]).all()
+            facts = pool.statistics().get("weights")
+            if own:
+                os.kill(pool.statistics()["pids"][0], signal.SIGKILL)
+                with pytest.raises(WorkerLost):
+                    evaluate(pool, TOKENS[:9], block=1, slot=1)
+                pool.recover()
+                found.append(evaluate(pool, TOKENS[:9], block=4))
+        assert (facts is not None) == own == any(stage == "weights" for stage, _, _ in seen)
+        if facts:
+            assert facts["place"] == "private" and 0 <= sum(facts["bytes"].values()) - tiers.host_bytes < 1 << 16
+    for other in found[1:]:
+        assert (found[0] == other).all()
 
 
 def test_a_killed_host_worker_ends_the_step_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

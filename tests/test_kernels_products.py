@@ -22,6 +22,7 @@ from bloomery.cpu_experts.kernels import WEIGHT_TYPES
 from bloomery.cpu_experts.kernels.layouts import (
     ACTIVATION_ELEMENTS,
     BUFFER_BYTES,
+    EXPERTS_HEAD,
     SUPER_TILE_BYTES,
     aligned,
     planes,
@@ -246,20 +247,28 @@ def test_experts_equal_products_of_each_item(name: str) -> None:
             for out in outs:
                 out[:] = np.nan
             some = jobs[: 7 * weights_at_once]
-            run_kernel(f"experts_{name}", [*words, used, experts, 0, 0, weights_at_once, *some], step_of(count), ranks)
+            tail = (used, experts, 0, 0, 0, weights_at_once, *some)
+            run_kernel(f"experts_{name}", [*words, *tail], step_of(count), ranks)
             for expected, out in zip(expectations[:weights_at_once], outs):
                 np.testing.assert_array_equal(out.reshape(rows, used, outputs)[:count], expected[:count])
-        run_kernel(f"experts_{name}", [*words, used, experts, 1, 0, 1, *jobs[:7]], step_of(1), ranks)
+        run_kernel(f"experts_{name}", [*words, used, experts, 1, 0, 0, 1, *jobs[:7]], step_of(1), ranks)
         np.testing.assert_array_equal(outs[0][:used], whole[0][range(used), ids[0]])  # a row of x for every item
-        for count, weights_at_once in ((1, 2), (rows, 2), (1, 1)):  # every rank reads the x that it has for itself
+        # every rank reads the x that it has for itself; matrices lie in another order, as a table says
+        order = [4, 2, 5, 1, 6, 0, 3]
+        moved = [weight.reshape(experts, -1)[order].copy() for weight in weights]
+        for at, weight in enumerate(moved):
+            jobs[7 * at] = weight.ctypes.data
+        for count, weights_at_once in ((1, 2), (rows, 2), (1, 1)):
             for out in outs:
                 out[:] = np.nan
             for rank in range(ranks):
                 areas = aligned_bytes(ranks * quantised.nbytes, 0xFF)
                 areas.reshape(ranks, -1)[rank] = quantised
                 words[1] = areas.ctypes.data
-                tail = (used, experts, 0, quantised.nbytes, weights_at_once, *jobs[: 7 * weights_at_once])
-                run_kernel(f"experts_{name}", [*words, *tail], step_of(count), ranks, [rank])
+                some = [weights_at_once, *jobs[: 7 * weights_at_once]]
+                tail = (used, experts, 0, quantised.nbytes, EXPERTS_HEAD + len(some), *some)
+                table = [order.index(expert) for expert in range(experts)]
+                run_kernel(f"experts_{name}", [*words, *tail, *table], step_of(count), ranks, [rank])
             for expected, out in zip(expectations[:weights_at_once], outs):
                 np.testing.assert_array_equal(out.reshape(rows, used, outputs)[:count], expected[:count])
 

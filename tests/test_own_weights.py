@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,18 @@ from bloomery.runtime.arena import ArenaShape
 from bloomery.runtime.daemon_config import DaemonConfig
 from bloomery.runtime.errors import ModelFileError, PlanError, WorkerLost
 from bloomery.runtime.executor import StepRows
+from bloomery.runtime.expert_tiers import ExpertTiers, kept_experts
 from bloomery.runtime.host_weights import copied_bytes, private_pays
 from bloomery.runtime.placement import MemoryRoom, make_plan
 from bloomery.runtime.program import Program
+from bloomery.runtime.split_program import host_part
 
 NAME = "qwen3moe-Q4_K_M"
 
 
-def wanted(program: Program, rank: int, ranks: int) -> OwnWeights:
+def wanted(program: Program, rank: int, ranks: int, kept: Mapping[str, tuple[int, ...]] | None = None) -> OwnWeights:
     """What lowering wants for a rank, not loaded."""
-    own = OwnWeights(program, rank, ranks)
+    own = OwnWeights(program, rank, ranks, kept)
     lower(program, SizingContext(program, ArenaShape(64, 1, 8, 8, ranks, "f16"), own))
     return own
 
@@ -56,6 +59,29 @@ def test_every_rank_has_its_rows_and_all_ranks_together_each_row_once(name: str,
                 np.testing.assert_array_equal(found, data[matrix, part.first : part.last].reshape(-1))
             rows.setdefault(tensor_name, []).append(part.matrices * (part.last - part.first))
     assert rows and all(sum(counts) == len(program.weights[tensor].rows) for tensor, counts in rows.items())
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_of_experts_only_those_on_the_host_are_copied(ranks: int) -> None:
+    program = program_of(quantised_file(NAME))
+    layers = ExpertTiers.everything(program).layers
+    tiers = ExpertTiers(layers, {layer.gate: tuple(range(i, layer.experts, 2)) for i, layer in enumerate(layers)})
+    kept, host = kept_experts(program, tiers), host_part(program, tiers.host_layers)
+    assert kept[layers[0].gate] == tuple(range(1, layers[0].experts, 2))
+    copied = 0
+    for rank in range(ranks):
+        own = wanted(host, rank, ranks, kept)
+        own.load(lambda done, total: None)
+        for (name, *sharing), part in own._parts.items():
+            address, stride = own.factor(name, *sharing)
+            data = part.tensor.rows.reshape(part.matrices, -1, part.row_bytes)
+            assert own.kept(name) == kept[name] == part.kept
+            for number, expert in enumerate(part.kept):
+                at = address + number * stride + part.first * part.row_bytes - _start(own)
+                found = np.frombuffer(own._memory, np.uint8, stride, at)
+                np.testing.assert_array_equal(found, data[expert, part.first : part.last].reshape(-1))
+            copied += part.nbytes
+    assert copied == tiers.host_bytes
 
 
 def _start(own: OwnWeights) -> int:

@@ -13,7 +13,8 @@ from bloomery.runtime.worker_messages import WorkerStart
 class UnskippingExperts:
     def __init__(self, start: WorkerStart) -> None:
         inner: ModelWorkload = expert_workload.load(start)
-        self.program, self.map_weights, self.compile = inner.program, inner.map_weights, inner.compile
+        self.program, self.kept = inner.program, inner.kept
+        self.map_weights, self.compile = inner.map_weights, inner.compile
         self._stages = inner.stages
 
     def stages(self, context: LoweringContext) -> list[Stage]:

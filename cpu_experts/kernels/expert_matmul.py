@@ -11,6 +11,7 @@ from typing import Final
 
 from bloomery.cpu_experts.kernels.block_dots import with_pairs
 from bloomery.cpu_experts.kernels.float_dots import ELEMENT_BYTES
+from bloomery.cpu_experts.kernels.layouts import EXPERTS_HEAD
 from bloomery.cpu_experts.kernels.matmul import multiply_of
 from bloomery.cpu_experts.kernels.row_matmul import multiply_pairs, multiply_runs
 from bloomery.cpu_experts.kernels.work import share_end, share_start
@@ -19,18 +20,25 @@ from bloomery.cpu_experts.simd import argument, compiled, inlined, load_i32, sto
 # Arguments of experts_<type>: EXPERTS_HEAD words, then EXPERTS_JOB words for every weight.
 # Head: rows (index of the step's row count), x, x stride, d plane, sums plane, tiles, bytes of a tile area, lists,
 # bytes of a list area, ids, ids row stride, used, experts, 1 if x has a row for every item (0: for every row), bytes
-# from one rank's x to the next one's (0: all have the same).
+# from one rank's x to the next one's (0: all have the same), the word of the arguments at which a table begins that has
+# for each id the number of its matrices among the `experts` that are here (0: all are).
 # Job: weight, bytes of an expert, bytes of a row, blocks of a row, output rows, out, out stride.
-EXPERTS_HEAD: Final = 15
 EXPERTS_JOB: Final = 7
+
+
+@inlined
+def _number(table: int, chosen: int) -> int:
+    number: int = chosen if table == 0 else argument(table, chosen)
+    return number
 
 
 @compiled
 def group_by_expert(
-    lists: int, ids: int, ids_stride: int, rows: int, used: int, experts: int, x_of_each_item: int
+    lists: int, ids: int, ids_stride: int, rows: int, used: int, experts: int, x_of_each_item: int, table: int
 ) -> int:
     """Writes at `lists` int32 starts[experts + 1], then pairs (row of x, item) ordered by expert, then by item.
 
+    `table` is the address of a word for each id, the number of its expert (0: ids are numbers).
     Item number = row * used + place in the row's list of chosen experts, which ends at a negative id. Returns the
     address of the pairs; the number of pairs takes the place of the first start, which is 0.
     """
@@ -42,7 +50,7 @@ def group_by_expert(
             chosen = load_i32(ids + row * ids_stride + 4 * place)
             if chosen < 0:
                 break
-            counter = lists + 4 * (chosen + 1)
+            counter = lists + 4 * (_number(table, chosen) + 1)
             store_i32(counter, load_i32(counter) + 1)
     for expert in range(experts):
         store_i32(lists + 4 * (expert + 1), load_i32(lists + 4 * (expert + 1)) + load_i32(lists + 4 * expert))
@@ -52,7 +60,7 @@ def group_by_expert(
         while count < used and load_i32(ids + row * ids_stride + 4 * count) >= 0:
             count += 1
         for place in range(count - 1, -1, -1):
-            counter = lists + 4 * (load_i32(ids + row * ids_stride + 4 * place) + 1)
+            counter = lists + 4 * (_number(table, load_i32(ids + row * ids_stride + 4 * place)) + 1)
             position = load_i32(counter) - 1
             store_i32(counter, position)
             item = row * used + place
@@ -204,8 +212,9 @@ def experts(name: str) -> Callable[[int, int, int, int], None]:
         tiles = argument(args, 5) + rank * argument(args, 6)
         lists = argument(args, 7) + rank * argument(args, 8)
         used, expert_count = argument(args, 11), argument(args, 12)
+        table = 0 if argument(args, 15) == 0 else args + 8 * argument(args, 15)
         pairs = group_by_expert(
-            lists, argument(args, 9), argument(args, 10), rows, used, expert_count, argument(args, 13)
+            lists, argument(args, 9), argument(args, 10), rows, used, expert_count, argument(args, 13), table
         )
         jobs = argument(args, EXPERTS_HEAD)
         expert = next_expert(lists, -1, expert_count)
