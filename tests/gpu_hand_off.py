@@ -1,6 +1,6 @@
 """Times decode steps of plan a on the card that is present, with experts on the card, on the host and on both.
 
-    python tests/gpu_hand_off.py FILE.gguf | --synthetic TEMPLATE --layers N --mix MIX [--processes N] [--depth N]
+    python tests/gpu_hand_off.py FILE.gguf | --synthetic TEMPLATE --layers N --mix MIX [--own-weights] [--only NAMES]
 
 One expert of each layer on the host shows what a hand-off itself costs: the host seldom has anything to do. Each
 placement is run twice, the second time with a clock in every hand-off: the exchange is from the card's flag to its
@@ -49,8 +49,6 @@ def placements(program: Program) -> dict[str, ExpertTiers]:
 
 def run_steps(pool: CardPool, tokens: NDArray[np.int64], depth: int) -> list[float]:
     """Seconds of each step after a prompt of `depth` tokens, as its caller sees them."""
-    pool.step(rows_of(tokens[:depth], out="last"))
-    pool.step_legs()
     seconds = []
     for at in range(depth, len(tokens)):
         begun = time.perf_counter()
@@ -67,11 +65,12 @@ def host_seconds(pool: CardPool, hand_offs: int) -> NDArray[np.float64]:
 
 
 def legs_of(pool: CardPool, tokens: NDArray[np.int64], depth: int, expected: Prediction, layers: Sequence[int]) -> str:
-    pool.step(rows_of(tokens[:depth], out="last", slot=1))
     before = host_seconds(pool, len(layers))
     steps = len(run_steps(pool, tokens, depth))
     legs = pool.step_legs()
-    host = (host_seconds(pool, len(layers)) - before) / (steps + 1)  # the prompt's groups count as one
+    if not layers:
+        return f"{'':16} card {1e-6 * float(np.mean([step.card_ns for step in legs])):.3f} ms"
+    host = (host_seconds(pool, len(layers)) - before) / steps
     found = leg_figures(legs, host.tolist())
     trip, far = 1e6 * np.quantile(found.round_trips, (0.5, 0.99))
     wait, long = 1e6 * np.quantile(found.waits, (0.5, 0.99))
@@ -91,6 +90,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=max(1, len(os.sched_getaffinity(0)) - 3))
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--own-weights", action="store_true", help="ranks copy their rows, as with --host-weights copy")
+    parser.add_argument("--only", help="names of placements, with commas between")
     arguments = parser.parse_args()
     file = arguments.file or synthetic_file(arguments.synthetic, arguments.layers, arguments.mix)
     program = build_program(ModelFile.open(file))
@@ -103,16 +104,22 @@ def main() -> None:
     )
     tokens = np.random.default_rng(1).integers(1, 1000, arguments.depth + arguments.steps)
     whole = 0.0
+    wanted = arguments.only.split(",") if arguments.only else None
     for name, tiers in placements(program).items():
+        if wanted and name not in wanted:
+            continue
         layers = tiers.host_layers
         expected = predict(program, tiers, speed, position=arguments.depth, cache_bytes=2)
         assert expected is not None
-        for timed in (False, True) if layers else (False,):
+        for timed in (False, True):
             begun = time.perf_counter()
             sizes = {"context": 1024, "slots": 2, "prompt_block": 64, "processes": arguments.processes}
+            sizes |= {"own_weights": arguments.own_weights}
             pool = CardPool.start(str(file), program, tiers=tiers if layers else None, time_legs=timed, **sizes)
             try:
                 started = time.perf_counter() - begun
+                pool.step(rows_of(tokens[: arguments.depth], out="last"))
+                pool.step_legs()
                 if timed:
                     print(legs_of(pool, tokens, arguments.depth, expected, layers), flush=True)
                     continue
