@@ -112,8 +112,8 @@ class CardMemory:
         return self._hand_off
 
     def meet_host(self, addresses: Callable[[int], HandOffAddresses]) -> None:
-        """`addresses` is given three zeroed words of the card's memory."""
-        self._upload("hand-off state", np.zeros(3, np.int64))
+        """`addresses` is given four zeroed words of the card's memory."""
+        self._upload("hand-off state", np.zeros(4, np.int64))
         self._hand_off = addresses(self.address("hand-off state"))
 
     def settle(self) -> None:

@@ -70,7 +70,7 @@ def _forget_written(lowering: Lowering, *ops: Op | None) -> None:
 
 
 def _experts(lowering: Lowering, shared: Shared, add: Add | None) -> None:
-    if joined_experts(lowering, shared.experts):
+    if joined_experts(lowering, shared.experts) and lowering._count(shared.experts.x):
         open_and_close(lowering, shared, NO_SCORES, add)
         _forget_written(lowering, *shared.parts, add)
     else:
@@ -144,7 +144,7 @@ def _normed_experts(lowering: Lowering, chain: NormedExperts) -> None:
     norm, product, router, experts = chain.norm, chain.routed.product, chain.routed.router, chain.shared.experts
     rows, width, count = lowering._count(product.x), product.x.elements, router.logits.elements
     weights, kind, row_bytes = lowering._weight(product.weights[0], width, count)
-    fits = kind == "F32" and not product.biases[0] and rows <= MAX_ROWS and width % 4 == 0
+    fits = kind == "F32" and not product.biases[0] and 0 < rows <= MAX_ROWS and width % 4 == 0
     shared = (1 + _SCORERS) * 4 * width
     fits = fits and shared <= _LEAST_SHARED and count <= _MOST_EXPERTS and lowering.context.view(product.x)[1] % 4 == 0
     if not fits or not joined_experts(lowering, experts):

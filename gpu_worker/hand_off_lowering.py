@@ -28,21 +28,22 @@ _MOST_BROUGHT: Final = 12288  # hand_off.cu
 @dataclass(frozen=True)
 class HostSide:
     """The host's part in a card's steps: where experts lie, the arena that both sides see, and how long the card waits
-    for one of `ranks` workers. `first` is the number of the program's first hand-off. `timed`: kernels note times.
-    To blocks of at least `stream_rows` rows the experts come (0: there are none); `there` says from how many rows on
-    which ones stand on the card meanwhile, ascending (none: all)."""
+    for one of `ranks` workers. `first` and `last` are the numbers of the program's first and last hand-off. `timed`:
+    kernels note times. To blocks of at least `stream_rows` rows the experts come (0: there are none); `there` says from
+    how many rows on which ones stand on the card meanwhile, ascending (none: all)."""
 
     tiers: ExpertTiers
     arena: Arena
     ranks: int
     deadline_ns: int
     first: int
+    last: int
     timed: bool = False
     stream_rows: int = 0
     there: tuple[tuple[int, ExpertTiers], ...] = ()
 
     def addresses(self, on_card: Callable[[int], int], state: int) -> HandOffAddresses:
-        """`on_card` gives the card's address for one of this process; `state` is three words of the card's memory."""
+        """`on_card` gives the card's address for one of this process; `state` is four words of the card's memory."""
         layout, address = self.arena.layout, self.arena.address
 
         def place(name: str) -> tuple[int, int]:
@@ -55,8 +56,9 @@ class HostSide:
         }
         words, control = on_card(address("hand_off")), on_card(address("control"))
         times = on_card(address("leg_times")) if self.timed else 0
-        waits = (self.ranks, self.deadline_ns, self.first)
-        return HandOffAddresses(words, control, state, state + 8, state + 16, *waits, buffers, times)
+        waits = (self.ranks, self.deadline_ns, self.first, self.last)
+        own = (state, state + 8, state + 16, state + 24)
+        return HandOffAddresses(words, control, *own, *waits, buffers, times)
 
 
 def lower_hand_off(lowering: Lowering, op: HandOffSend | HandOffReceive) -> None:
@@ -81,6 +83,8 @@ def lower_receive(lowering: Lowering, op: HandOffReceive, add: Add | None) -> No
         plus = add.y if add.x == op.out else add.x
         added = (*lowering.context.view(plus), *lowering.context.view(add.out))
     count, width = lowering._count(op.x), op.x.elements
+    if not count:
+        return
     words = (*lowering._row(op.x), *lowering._row(op.out), count, width, *receiving(lowering, op), *added)
     shared = 4 * width if count == 1 and width <= _MOST_BROUGHT else 0
     lowering.emit("hand_off", "receive", (1,), _THREADS, *words, shared=shared)
@@ -89,25 +93,26 @@ def lower_receive(lowering: Lowering, op: HandOffReceive, add: Add | None) -> No
 def sending(lowering: Lowering, op: HandOffSend | None) -> tuple[int, ...]:
     """The Sending of hand_off.cuh; of no op: one that sends nothing."""
     if op is None:
-        return (0,) * 14
+        return (0,) * 16
     place = lowering.context.hand_off
     to = _payload(lowering, op.x)
-    ours = (place.control, place.words, place.step, op.index, int(op.index == place.first))
-    return (*lowering._row(op.x), *to.x, *to.ids, *to.mix, *ours, _times(place, op.index))
+    ours = (place.control, place.words, place.step, place.decided)
+    which = (op.index, int(op.index == place.first), int(op.index == place.last))
+    return (*lowering._row(op.x), *to.x, *to.ids, *to.mix, *ours, *which, _times(place, op.index))
 
 
 def receiving(lowering: Lowering, op: HandOffReceive) -> tuple[int, ...]:
     """The Receiving of hand_off.cuh."""
     place = lowering.context.hand_off
     waits = (op.index, place.ranks, place.deadline_ns)
-    ours = (place.control, place.words, place.step, place.cut)
+    ours = (place.control, place.words, place.step, place.decided, place.cut)
     return (*_payload(lowering, op.x).out, *ours, *waits, _times(place, op.index))
 
 
 def landing(lowering: Lowering, op: HandOffReceive | None) -> tuple[int, ...]:
     """The Landing of hand_off.cuh; of no op: one that nothing lands at."""
     if op is None:
-        return (0,) * 13
+        return (0,) * 14
     width = op.x.elements
     rows = lowering.context.scratch("landed", 4 * width * lowering._room(op.x))
     return (*receiving(lowering, op), rows, width, lowering.context.hand_off.landed)

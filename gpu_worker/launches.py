@@ -77,20 +77,22 @@ class HandOffBuffers:
 
 @dataclass(frozen=True)
 class HandOffAddresses:
-    """Where the card meets the host (`runtime/hand_off.py`): words and control block in mapped memory, three words of
+    """Where the card meets the host (`runtime/hand_off.py`): words and control block in mapped memory, four words of
     the card's own (the step's number; the step that was given up; the flag of the last hand-off whose sums have been
-    brought to the card's memory), how many ranks answer and how long they may take, the number of the program's first
-    hand-off, and the arena's buffers by the rows that a layer computes. `times` is region `leg_times` in mapped memory;
-    0: nobody asks for times."""
+    brought to the card's memory; whether the host has a part in the last one), how many ranks answer and how long they
+    may take, the numbers of the program's first and last hand-off, and the arena's buffers by the rows that a layer
+    computes. `times` is region `leg_times` in mapped memory; 0: nobody asks for times."""
 
     words: int
     control: int
     step: int
     cut: int
     landed: int
+    decided: int
     ranks: int
     deadline_ns: int
     first: int
+    last: int
     buffers: Mapping[str, HandOffBuffers]
     times: int = 0
 

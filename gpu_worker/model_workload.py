@@ -66,9 +66,9 @@ class ModelWorkload:
         results = results_in(arena, self.program)
         if start.hand_offs:
             tiers = ExpertTiers.of_text(self.program, start.tiers)
-            first, timed, least = start.hand_offs[0], start.time_stages, start.stream_rows
+            numbers, timed, least = (start.hand_offs[0], start.hand_offs[-1]), start.time_stages, start.stream_rows
             there = tuple((rows, ExpertTiers.of_text(self.program, text)) for rows, text in start.stream_tiers)
-            host = HostSide(tiers, arena, shape.processes, start.hand_off_ns, first, timed, least, there)
+            host = HostSide(tiers, arena, shape.processes, start.hand_off_ns, *numbers, timed, least, there)
             self._executor = HandOffExecutor(self._on_card, **arguments, results=results, host=host)
         else:
             self._executor = CardExecutor(self._on_card, **arguments, results=results)

@@ -23,7 +23,17 @@ class SizingContext:
     multiprocessors = 1
     step = prompt_step = StepAddresses(_NOWHERE, _NOWHERE, _NOWHERE, _NOWHERE)
     hand_off = HandOffAddresses(
-        _NOWHERE, _NOWHERE, _NOWHERE, _NOWHERE, _NOWHERE, 1, 0, 0, {"step": _BUFFERS, "out": _BUFFERS}
+        words=_NOWHERE,
+        control=_NOWHERE,
+        step=_NOWHERE,
+        cut=_NOWHERE,
+        landed=_NOWHERE,
+        decided=_NOWHERE,
+        ranks=1,
+        deadline_ns=0,
+        first=0,
+        last=0,
+        buffers={"step": _BUFFERS, "out": _BUFFERS},
     )
 
     def __init__(self, program: Program, context: int, cache_type: str) -> None:

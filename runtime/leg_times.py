@@ -11,9 +11,9 @@ Region `leg_times` of an arena with a card, written by the card's worker and its
 |                   | first of these copies to the end of the last                                       |
 | LINE + 32 * index | of hand-off `index`: SENT, BEGUN, SEEN                                              |
 
-SENT is when the card's flag of the hand-off was stored, BEGUN when all its own work before the sum with the host's was
-done, SEEN when it had seen all of the host's flags, which it looks for meanwhile: nanoseconds of the card's clock,
-which some cards advance by a microsecond at a time.
+All three are 0 where the host had no part. SENT is when the card's flag of the hand-off was stored, BEGUN when all its
+own work before the sum with the host's was done, SEEN when it had seen all of the host's flags, which it looks for
+meanwhile: nanoseconds of the card's clock, which some cards advance by a microsecond at a time.
 """
 
 from __future__ import annotations
@@ -82,8 +82,9 @@ class LegWords:
 class LegFigures:
     """Means of steps, in seconds a step. `card` is the card's own work: without what it waited for the host. `bound` is
     what the step would have taken had both legs of every hand-off overlapped whole: the card's work outside of
-    hand-offs, and of each hand-off the longer leg. `round_trips` and `waits` (seconds) are of every hand-off of every
-    step: from the card's flag to its sight of the host's, and the part of it in which the card had nothing to do."""
+    hand-offs, and of each hand-off the longer leg. `round_trips` and `waits` (seconds) are of every hand-off in which
+    the host had a part: from the card's flag to its sight of the host's, and the part of it in which the card had
+    nothing to do."""
 
     card: float
     host: float
@@ -100,9 +101,10 @@ def leg_figures(steps: Sequence[StepLegs], host_seconds: Sequence[float]) -> Leg
     whole = float(np.mean([step.card_ns for step in steps])) / 1e9
     sent, begun, seen = (times[:, :, column] for column in (SENT, BEGUN, SEEN))
     waits, round_trips, legs = np.maximum(seen - begun, 0), seen - sent, begun - sent
+    taken = sent > 0
     wait = float(waits.sum(axis=1).mean())
     host = np.asarray(host_seconds, np.float64)
     assert host.shape == (times.shape[1],)
     outside = whole - float(np.maximum(round_trips, legs).sum(axis=1).mean())
     bound = outside + float(np.maximum(legs.mean(axis=0), host).sum())
-    return LegFigures(whole - wait, float(host.sum()), wait, bound, round_trips.reshape(-1), waits.reshape(-1))
+    return LegFigures(whole - wait, float(host.sum()), wait, bound, round_trips[taken], waits[taken])

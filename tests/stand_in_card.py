@@ -36,7 +36,7 @@ CRASH = "the stand-in fails as told"
 
 
 class CardSide:
-    """What the card's send and receive kernels do, in Python: the same words, the same waits, the same cuts."""
+    """What the card's kernels do in a hand-off, in Python: the same words, the same waits, the same cuts."""
 
     def __init__(self, start: CardStart, arena: Arena, tiers: ExpertTiers) -> None:
         self._start, self._tiers = start, tiers
@@ -45,15 +45,20 @@ class CardSide:
         self._arena = arena
         self._legs = LegWords(arena.memory("leg_times"), start.hand_offs) if start.time_stages else None
 
+        self._sent = False
+
     def _note(self, index: int, which: int) -> None:
         if self._legs:
-            self._legs.note_hand_off(index, which, time.monotonic_ns())
+            self._legs.note_hand_off(index, which, time.monotonic_ns() if self._sent else 0)
 
     def on_host(self, gate: str, ids: NDArray[Any]) -> NDArray[np.bool_]:
         return np.isin(ids, self._tiers.on_card[gate], invert=True)
 
     def send(self, index: int, gate: str, kind: str, x: NDArray[Any], ids: NDArray[Any], mix: NDArray[Any]) -> None:
         to_x, to_ids, to_mix, _ = (self._arena.buffer(name) for name in BUFFERS[kind])
+        self._sent = bool(self.on_host(gate, ids).any())
+        if not self._sent and index != max(self._start.hand_offs):
+            return self._note(index, SENT)
         to_x[: len(x), : x.shape[1]] = x
         for row, there in enumerate(self.on_host(gate, ids)):
             count = int(there.sum())
@@ -66,6 +71,9 @@ class CardSide:
     def receive(self, index: int, kind: str, rows: int, width: int) -> NDArray[Any]:
         step, begun = self.control.step, time.monotonic_ns()
         self._note(index, BEGUN)
+        if not self._sent:
+            self._note(index, SEEN)
+            return np.zeros((rows, width), np.float32)
         wanted = target(step, index)
         for rank in range(self._start.shape.processes):
             while self.words.rank_flag(rank) < wanted:

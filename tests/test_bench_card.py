@@ -209,13 +209,13 @@ def test_options_of_cards_and_builds_that_cannot_be_meant(arguments: tuple[str, 
 
 def test_figures_of_legs_are_what_the_times_say() -> None:
     """Three hand-offs: the host is the longer leg of the first, the card of the second, and of the third, where the
-    host had answered before the card was done."""
+    host had answered before the card was done; in a fourth it had no part."""
 
     def step(late: int) -> StepLegs:
-        times = np.array([[100, 110, 140 + late], [200, 250, 251], [300, 340, 320]], np.int64) * 1000
+        times = np.array([[100, 110, 140 + late], [200, 250, 251], [300, 340, 320], [0, 0, 0]], np.int64) * 1000
         return StepLegs(400_000 + 1000 * late, times)
 
-    found = leg_figures([step(0), step(10)], [35e-6, 20e-6, 15e-6])
+    found = leg_figures([step(0), step(10)], [35e-6, 20e-6, 15e-6, 0])
     assert found.wait == pytest.approx(36e-6) and found.card == pytest.approx(405e-6 - 36e-6)
     assert found.host == pytest.approx(70e-6)
     # outside of hand-offs 405 - (45 + 51 + 40); the host's 35 (the card's 10), the card's 50 (20), the card's 40 (15)

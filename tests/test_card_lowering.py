@@ -29,8 +29,8 @@ from bloomery.runtime.program import Program
 from bloomery.runtime.split_program import card_part
 
 STEP = ("Jobs", 20), ("Input", 6), ("Cache", 3), ("HeadJobs", 36), ("Ring", 5), ("Groups", 7), ("Choice", 7)
-STEP += ("Scored", 10), ("Fresh", 13), ("Normed", 10), ("Residual", 4), ("Sending", 14), ("Receiving", 10)
-STEP += ("Landing", 13), ("Added", 4)
+STEP += ("Scored", 10), ("Fresh", 13), ("Normed", 10), ("Residual", 4), ("Sending", 16), ("Receiving", 11)
+STEP += ("Landing", 14), ("Added", 4)
 """Parameters that are structs of words, and of how many."""
 
 

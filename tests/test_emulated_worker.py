@@ -64,8 +64,8 @@ def test_times_of_hand_offs_change_no_bit_and_are_in_order() -> None:
         assert pool.step_legs() == [], "told once"
     assert len(legs) == 3
     for step in legs:
-        times = step.hand_offs
-        assert len(times) == sum(name.endswith(" wait") for name in spent) > 1
+        times = step.hand_offs[step.hand_offs[:, SENT] > 0]
+        assert len(step.hand_offs) == sum(name.endswith(" wait") for name in spent) > 1 and len(times)
         assert (times[:, SENT] <= times[:, BEGUN]).all() and (times[:, SENT] <= times[:, SEEN]).all()
         assert (times[1:, SENT] > times[:-1].max(axis=1)).all() and times.max() - times[0, SENT] < step.card_ns
     assert all(kernel > 0 for kernel, _ in spent.values())

@@ -34,10 +34,14 @@ def _target(control: int, index: int) -> int:
 
 
 @compiled
-def _seen(args: int, rank: int, ranks: int, step: int) -> None:
+def _seen(args: int, rank: int, ranks: int, step: int, passed: bool) -> None:
     """What follows the card's flag: a hand-off without work is answered at once, by zeros in this rank's elements of
     out (those that `experts_sum` would write). Every rank finds the same ids, since they stay until all have answered.
+    If the card is further already (`passed`) it had nothing for the host and looks at no answer.
     """
+    if passed:
+        store_release(step + 8 * STEP_SKIP, argument(args, _ROWS + 6))
+        return
     rows, busy = argument(step, argument(args, _ROWS)), 0
     for row in range(rows):
         if load_i32(argument(args, _ROWS + 1) + row * argument(args, _ROWS + 2)) >= 0:
@@ -63,15 +67,17 @@ def hand_off_wait() -> Callable[[int, int, int, int], None]:
         wanted = _target(control, argument(args, 2))
         number = wanted >> STAGE_BITS
         for _ in range(_PAUSES):
-            if load_acquire(flag) >= wanted:
-                _seen(args, rank, ranks, step)
+            seen = load_acquire(flag)
+            if seen >= wanted:
+                _seen(args, rank, ranks, step, seen > wanted)
                 return
             pause()
         start = monotonic_ns(clock)
         while True:
             for _ in range(_LOOKS):
-                if load_acquire(flag) >= wanted:
-                    _seen(args, rank, ranks, step)
+                seen = load_acquire(flag)
+                if seen >= wanted:
+                    _seen(args, rank, ranks, step, seen > wanted)
                     return
                 pause()
             if load_acquire(control + ABORT) == number or load_acquire(control + POISON) == number:

@@ -52,20 +52,27 @@ DEVICE void open_items(const uint8_t* gate, const uint8_t* up, float* out, word 
 DEVICE void hand_over(const Sending& sending, const Scored& scored, BlockChoice& choice, const int* slots, const int* ids,
                       word ids_stride, const float* mix, word mix_stride, int used, int width) {
     __shared__ float mixes[MOST_USED];
-    send_rows(sending, gridDim.z, width);
-    for (int row = 0; row < gridDim.z; ++row) {
+    __shared__ int goes;
+    const int rows = gridDim.z, lane = threadIdx.x;
+    bool some = false;
+    for (int row = 0; row < rows; ++row) {
         if (scored.logits) choose(scored, row, choice);
         if (threadIdx.x >= 32) continue;
         if (scored.logits) {
             const float mine = mix_of_lane(scored.how, choice);
-            if (threadIdx.x < used) mixes[threadIdx.x] = mine;
+            if (lane < used) mixes[lane] = mine;
             __syncwarp();
         }
         const int* chosen = scored.logits ? choice.experts : ids + row * ids_stride;
-        send_ids(sending, row, chosen, scored.logits ? mixes : mix + row * mix_stride, slots, used);
+        some = send_ids(sending, row, chosen, scored.logits ? mixes : mix + row * mix_stride, slots, used, some);
         __syncwarp();
     }
-    raise_flag(sending);
+    if (lane < rows && !some && sending.last) sending.to_ids[lane * sending.to_ids_row] = -1;
+    if (lane == 0) goes = some;
+    __syncthreads();
+    const bool sends = goes;
+    if (sends) send_rows(sending, rows, width);
+    raise_flag(sending, sends);
 }
 
 // Grid (blocks of warps, ranks, rows): silu(gate) * up of every item; a warp takes the same row of both. See `experts`. With
@@ -205,8 +212,9 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_USED)
         uint8_t* hidden = memory + used * RING;
         float* sums = reinterpret_cast<float*>(hidden + used * (width / 4 * 5));
         await_previous();
+        const bool comes = lands(landing);
         if (block < 0) {
-            if (row == 0) land(landing, gridDim.y, int(outputs));
+            if (row == 0 && comes) land(landing, gridDim.y, int(outputs));
             return;
         }
         if (threadIdx.x < used) {
@@ -229,14 +237,14 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_USED)
                               memory + item * RING, opened + (row * used + item) * opened_stride,
                               sums + item * each, ready, block, blocks);
         }
-        if (receivers && threadIdx.x == 0) await_landing(landing, row == 0 && block == 0);
+        if (comes && threadIdx.x == 0) await_landing(landing, row == 0 && block == 0);
         __syncthreads();
         for (int i = threadIdx.x; i < each; i += blockDim.x) {
             const int output = output_of(i);
             if (output >= outputs) continue;
             float total = 0.0f;
             for (int a = 0; a < used; ++a) total = __fadd_rn(total, __fmul_rn(mixes[a], sums[a * each + i]));
-            if (receivers) total = __fadd_rn(total, __ldcg(landing.rows + row * landing.row + output));
+            if (comes) total = __fadd_rn(total, __ldcg(landing.rows + row * landing.row + output));
             out[row * out_stride + output] = total;
             if (residual.plus) {
                 if (i != own) before = residual.plus[row * residual.plus_stride + output];

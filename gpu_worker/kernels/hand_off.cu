@@ -1,15 +1,15 @@
 // Hand-offs in launches of their own, of one block each: where no kernel beside them takes them in.
 #include "hand_off.cuh"
 
-// Rows, what they were given to do, the flag.
+// Rows, what they were given to do, the flag. Without rows the host has no part, and is told so if it is the last one.
 extern "C" __global__ void __launch_bounds__(512)
     send(const int* ids, word ids_row, const float* mix, word mix_row, const int* slots, word rows, word width, word used,
          Sending sending) {
     begin();
     send_rows(sending, int(rows), int(width));
     for (int r = threadIdx.x / 32; r < rows; r += blockDim.x / 32)
-        send_ids(sending, r, ids + r * ids_row, mix + r * mix_row, slots, int(used));
-    raise_flag(sending);
+        send_ids(sending, r, ids + r * ids_row, mix + r * mix_row, slots, int(used), true);
+    raise_flag(sending, rows > 0);
 }
 
 constexpr int MOST_BROUGHT = 12288;  // floats of a row that fit a block's shared memory
@@ -29,7 +29,10 @@ DEVICE void receive_row(const float* x, float* out, const float* landed, const f
                         int count) {
     for (int i = threadIdx.x; i < count; i += blockDim.x) {
         Value value = reinterpret_cast<const Value*>(x)[i];
-        add_to(value, landed ? reinterpret_cast<const Value*>(landed)[i] : __ldcv(reinterpret_cast<const Value*>(from) + i));
+        if (landed)
+            add_to(value, reinterpret_cast<const Value*>(landed)[i]);
+        else if (from)
+            add_to(value, __ldcv(reinterpret_cast<const Value*>(from) + i));
         reinterpret_cast<Value*>(out)[i] = value;
         if (!sum) continue;
         add_to(value, reinterpret_cast<const Value*>(plus)[i]);
@@ -44,19 +47,20 @@ extern "C" __global__ void __launch_bounds__(512)
     receive(const float* x, word x_row, float* out, word out_row, word rows, word width, Receiving receiving, Added added) {
     DYNAMIC_SHARED(float, landed);
     let_next_begin();
-    const bool came = await_ranks(receiving, load_acquire(receiving.control + STEP_WORD), [&] {
-        if (!receiving.times) return;
+    const Part part = await_ranks(receiving, receiving.control + STEP_WORD, [&](int expected) {
+        if (!receiving.times || expected != THERE) return;
         await_previous();
         receiving.times[BEGUN] = now();
     });
     const bool brought = rows == 1 && width <= MOST_BROUGHT;
-    if (came && brought) move_row(landed, receiving.from, int(width));
+    if (part == THERE && brought) move_row(landed, receiving.from, int(width));
     await_previous();
-    if (!came) return;
+    if (part == GONE) return;
     __syncthreads();
     for (int r = 0; r < rows; ++r) {
-        const float *a = x + r * x_row, *from = receiving.from + r * receiving.from_row;
-        const float *ready = brought ? landed : nullptr, *plus = added.plus + r * added.plus_row;
+        const float *a = x + r * x_row, *plus = added.plus + r * added.plus_row;
+        const float* from = part == THERE ? receiving.from + r * receiving.from_row : nullptr;
+        const float* ready = from && brought ? landed : nullptr;
         float *to = out + r * out_row, *sum = added.plus ? added.sum + r * added.sum_row : nullptr;
         if (wide(a, from, to, width) && (!sum || wide(plus, sum, sum, width)))
             receive_row<float4>(a, to, ready, from, plus, sum, int(width / 4));

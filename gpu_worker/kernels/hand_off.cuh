@@ -47,7 +47,8 @@ DEVICE bool wide(const void* a, const void* b, const void* c, word width) {
 DEVICE word flag_of(word step, word index) { return step << STAGE_BITS | (index + 1); }
 
 // What goes out and where to; without `to_x` nothing does. `step` is a word of the card's memory for the step's number, which
-// the first hand-off of a step (first != 0) takes from the control block.
+// the first hand-off of a step (first != 0) takes from the control block; `decided` one that tells the card whether the host
+// has part of the sum: twice the flag, and 1 if it has. The host is told of a hand-off without work for it only at the last.
 struct Sending {
     const float* x;
     word x_row;
@@ -58,8 +59,8 @@ struct Sending {
     float* to_mix;
     word to_mix_row;
     const word* control;
-    word *words, *step;
-    word index, first;
+    word *words, *step, *decided;
+    word index, first, last;
     word* times;
 };
 
@@ -77,8 +78,9 @@ DEVICE void send_rows(const Sending& sending, int rows, int width) {
     for (int r = 0; r < rows; ++r) move_row(sending.to_x + r * sending.to_x_row, sending.x + r * sending.x_row, width);
 }
 
-// Of a row's ids those without a slot, in order, and then one -1 if there is room. By all lanes of a warp.
-DEVICE void send_ids(const Sending& sending, int row, const int* ids, const float* mix, const int* slots, int used) {
+// Of a row's ids those without a slot, in order, and then one -1 if there is room. Rows are written only from the first one on
+// that has some, `some` says whether an earlier one had; returns whether one of them has. By all lanes of a warp.
+DEVICE bool send_ids(const Sending& sending, int row, const int* ids, const float* mix, const int* slots, int used, bool some) {
     int* to_ids = sending.to_ids + row * sending.to_ids_row;
     float* to_mix = sending.to_mix + row * sending.to_mix_row;
     const int lane = threadIdx.x & 31;
@@ -87,21 +89,32 @@ DEVICE void send_ids(const Sending& sending, int row, const int* ids, const floa
         const int k = first + lane, id = k < used ? ids[k] : 0;
         const bool goes = k < used && slots[id] < 0;
         const unsigned going = __ballot_sync(~0u, goes);
+        if (going && !some) {
+            for (int r = lane; r < row; r += 32) sending.to_ids[r * sending.to_ids_row] = -1;
+            some = true;
+        }
         const int place = count + __popc(going & ((1u << lane) - 1));
         if (goes) to_ids[place] = id, to_mix[place] = mix[k];
         count += __popc(going);
     }
-    if (lane == 0 && count < used) to_ids[count] = -1;
+    if (some && lane == 0 && count < used) to_ids[count] = -1;
+    return some;
 }
 
-// Says that all is there. By all threads of the block that sent it.
-DEVICE void raise_flag(const Sending& sending) {
+// Says that all is there, or that there is nothing. By all threads of the block that sent it.
+DEVICE void raise_flag(const Sending& sending, bool sent) {
     if (threadIdx.x == 0 && sending.first) *sending.step = load_acquire(sending.control + STEP_WORD);
     __syncthreads();
     if (threadIdx.x) return;
-    __threadfence_system();
-    store_release(sending.words, flag_of(*sending.step, sending.index));
-    if (sending.times) sending.times[SENT] = now();
+    const word flag = flag_of(__ldcg(sending.step), sending.index);
+    if (sent || sending.last) {
+        __threadfence_system();
+        store_release(sending.words, flag);
+    }
+    store_release_here(sending.decided, 2 * flag + (sent ? 1 : 0));
+    if (!sending.times) return;
+    sending.times[SENT] = sent ? now() : 0;
+    if (!sent) sending.times[BEGUN] = sending.times[SEEN] = 0;
 }
 
 // What comes back; without `from` nothing does. `cut` is a word of the card's memory: the step that was given up.
@@ -110,23 +123,33 @@ struct Receiving {
     word from_row;
     const word* control;
     word* words;
-    const word* step;
+    const word *step, *decided;
     word* cut;
     word index, ranks, deadline;
     word* times;
 };
 
-// Looks at every rank's flag until all are there; whether they came. By all threads of a block, one warp of which looks, while
-// the last thread of those that do not does something else. May be called before the launches before this one have ended:
-// `number` is the step's, and flags of it are raised for what was sent in it.
+// What of the sum is the host's: nothing, nothing since the step has been given up, or what now lies there.
+enum Part { NOTHING, GONE, THERE };
+
+// Looks at every rank's flag until all are there. By all threads of a block, one warp of which looks, while the last thread of
+// those that do not does something else. May be called before the launches before this one have ended: `step` then is the
+// host's word for the step's number, and what was decided and flags of this step are only there after it was sent.
 template <class Else>
-DEVICE bool await_ranks(const Receiving& receiving, word number, Else meanwhile) {
-    __shared__ int given_up, gone;  // by an earlier hand-off, by this one
-    const word wanted = flag_of(number, receiving.index);
-    if (threadIdx.x == 0) given_up = load_acquire_here(receiving.cut) == number, gone = 0;
+DEVICE Part await_ranks(const Receiving& receiving, const word* step, Else meanwhile) {
+    __shared__ int expected, gone;
+    __shared__ word number;
+    if (threadIdx.x == 0) {
+        number = load_acquire(step), gone = 0;
+        word decided;
+        do decided = load_acquire_here(receiving.decided);
+        while (decided / 2 < flag_of(number, receiving.index));
+        expected = !(decided & 1) ? NOTHING : load_acquire_here(receiving.cut) == number ? GONE : THERE;
+    }
     __syncthreads();
-    if (given_up) return false;
-    if (threadIdx.x == blockDim.x - 1) meanwhile();
+    if (threadIdx.x == blockDim.x - 1) meanwhile(expected);
+    if (expected != THERE) return Part(expected);
+    const word wanted = flag_of(number, receiving.index);
     for (word rank = threadIdx.x; rank < receiving.ranks && threadIdx.x < 32; rank += 32) {
         const word* flag = receiving.words + RANK_FLAGS + rank * LINE_WORDS;
         const word* control = receiving.control;
@@ -152,7 +175,7 @@ DEVICE bool await_ranks(const Receiving& receiving, word number, Else meanwhile)
     if (threadIdx.x < 32) __syncwarp();
     if (receiving.times && threadIdx.x == 0) receiving.times[SEEN] = now();
     __syncthreads();
-    return !gone;
+    return gone ? GONE : THERE;
 }
 
 // Rows of the host for all blocks of a launch whose first one looks for them: it brings them to `rows` of the card's memory
@@ -164,22 +187,27 @@ struct Landing {
     word* flag;
 };
 
-// By all threads of the first block, after await_previous. Also a step that was given up is said to have landed.
+// Whether something is to land. After await_previous.
+DEVICE bool lands(const Landing& landing) {
+    const Receiving& receiving = landing.receiving;
+    return receiving.from && __ldcg(receiving.decided) == 2 * flag_of(__ldcg(receiving.step), receiving.index) + 1;
+}
+
+// By all threads of the first block, if something lands. Also a step that was given up is said to have landed.
 DEVICE void land(const Landing& landing, int rows, int width) {
     const Receiving& receiving = landing.receiving;
-    const word number = *receiving.step;
-    if (await_ranks(receiving, number, [] {}))
+    if (await_ranks(receiving, receiving.step, [](int) {}) == THERE)
         for (int r = 0; r < rows; ++r)
             move_row(landing.rows + r * landing.row, receiving.from + r * receiving.from_row, width);
     __syncthreads();
     if (threadIdx.x) return;
     __threadfence();
-    store_release_here(landing.flag, flag_of(number, receiving.index));
+    store_release_here(landing.flag, flag_of(__ldcg(receiving.step), receiving.index));
 }
 
 // By one thread; a barrier must follow. `says`: whether this block notes when it had nothing left to do.
 DEVICE void await_landing(const Landing& landing, bool says) {
-    const word wanted = flag_of(*landing.receiving.step, landing.receiving.index);
+    const word wanted = flag_of(__ldcg(landing.receiving.step), landing.receiving.index);
     if (says && landing.receiving.times) landing.receiving.times[BEGUN] = now();
     while (load_acquire_here(landing.flag) < wanted) {}
 }

@@ -6,18 +6,49 @@ constexpr int MOST_COPIES = 8;
 
 DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-// `count` elements of `square`, `stride` apart, divided by their sum (ascending order) plus epsilon, for each of `lines`
-// lines: element k of line l is square[l * line + k * stride]. Called by all lanes of a warp; `divisors` has room for a
-// line each.
-DEVICE void divide_by_sums(float* square, int lines, int line, int stride, float epsilon, float* divisors) {
+// Element i of a square of LINES lines lies in lane i % 32 as mine[i / 32]. Each is divided by the sum of its line (ascending
+// order) plus epsilon: of its row, or of its column. Called by all lanes of a warp.
+template <int LINES, bool ROWS>
+DEVICE void divide_by_sums(float (&mine)[(LINES * LINES + 31) / 32], float epsilon) {
+    constexpr int HELD = (LINES * LINES + 31) / 32;
     const int lane = threadIdx.x & 31;
-    for (int l = lane; l < lines; l += 32) {
-        float total = 0.0f;
-        for (int k = 0; k < lines; ++k) total += square[l * line + k * stride];
-        divisors[l] = total + epsilon;
+    float total[HELD];
+#pragma unroll
+    for (int h = 0; h < HELD; ++h) {
+        const int i = 32 * h + lane, line = ROWS ? i / LINES * LINES : i % LINES;
+        total[h] = 0.0f;
+#pragma unroll
+        for (int k = 0; k < LINES; ++k) {
+            const int from = ROWS ? line + k : line + k * LINES;
+            float value = __shfl_sync(~0u, mine[0], from);
+#pragma unroll
+            for (int other = 1; other < HELD; ++other) {
+                const float far = __shfl_sync(~0u, mine[other], from);
+                value = from / 32 == other ? far : value;
+            }
+            total[h] += value;
+        }
     }
-    __syncwarp();
-    for (int i = lane; i < lines * lines; i += 32) square[i] = square[i] / divisors[line > stride ? i / lines : i % lines];
+#pragma unroll
+    for (int h = 0; h < HELD; ++h) mine[h] = mine[h] / (total[h] + epsilon);
+}
+
+// The square of `n` lines in shared memory, after `rounds` rounds: columns first, then rows and columns. By all lanes of a warp.
+template <int LINES>
+DEVICE void balance(float* square, int rounds, float epsilon) {
+    constexpr int HELD = (LINES * LINES + 31) / 32;
+    const int lane = threadIdx.x & 31;
+    float mine[HELD];
+#pragma unroll
+    for (int h = 0; h < HELD; ++h) mine[h] = 32 * h + lane < LINES * LINES ? square[32 * h + lane] : 1.0f;
+    divide_by_sums<LINES, false>(mine, epsilon);
+    for (int turn = 1; turn < rounds; ++turn) {
+        divide_by_sums<LINES, true>(mine, epsilon);
+        divide_by_sums<LINES, false>(mine, epsilon);
+    }
+#pragma unroll
+    for (int h = 0; h < HELD; ++h)
+        if (32 * h + lane < LINES * LINES) square[32 * h + lane] = mine[h];
     __syncwarp();
 }
 
@@ -28,12 +59,21 @@ extern "C" __global__ void __launch_bounds__(512)
               const float* scale, word copies, double epsilon, double hyper_epsilon, word rounds) {
     begin();
     __shared__ float square[MOST_COPIES * MOST_COPIES];
-    __shared__ float divisors[MOST_COPIES];
     const int row = blockIdx.x, n = int(copies), lane = threadIdx.x;
     const float small = float(hyper_epsilon);
     streams += row * streams_row, logits += row * logits_row;
     float squares = 0.0f;
-    for (int i = threadIdx.x; i < elements; i += blockDim.x) squares = fmaf(streams[i], streams[i], squares);
+    constexpr int AT_ONCE = 8;  // loads on their way; the sum keeps its order
+    for (int from = threadIdx.x; from < elements; from += AT_ONCE * blockDim.x) {
+        float value[AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j) {
+            const int i = from + j * blockDim.x;
+            value[j] = i < elements ? streams[i] : 0.0f;
+        }
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j) squares = fmaf(value[j], value[j], squares);
+    }
     const float root = 1.0f / sqrtf(block_sum(squares) / float(elements) + float(epsilon));
     if (threadIdx.x >= 32) return;
     for (int i = lane; i < n; i += 32) {
@@ -51,10 +91,15 @@ extern "C" __global__ void __launch_bounds__(512)
         for (int k = 0; k < n; ++k) mine[k] = mine[k] / total + small;
     }
     __syncwarp();
-    divide_by_sums(square, n, 1, n, small, divisors);
-    for (int turn = 1; turn < rounds; ++turn) {
-        divide_by_sums(square, n, n, 1, small, divisors);
-        divide_by_sums(square, n, 1, n, small, divisors);
+    switch (n) {
+        case 2: balance<2>(square, int(rounds), small); break;
+        case 3: balance<3>(square, int(rounds), small); break;
+        case 4: balance<4>(square, int(rounds), small); break;
+        case 5: balance<5>(square, int(rounds), small); break;
+        case 6: balance<6>(square, int(rounds), small); break;
+        case 7: balance<7>(square, int(rounds), small); break;
+        case 8: balance<8>(square, int(rounds), small); break;
+        default: balance<1>(square, int(rounds), small);
     }
     for (int i = lane; i < n * n; i += 32) mixing[row * mixing_row + i] = square[i];
 }
