@@ -29,6 +29,7 @@ CARD_FIGURES: Final = (
     "card_wait_ms",
     "host_wait_ms",
     "hand_offs",
+    "hand_offs_made",
     "hand_off_us_p50",
     "hand_off_us_p99",
     "hand_off_wait_us_p50",
@@ -135,12 +136,16 @@ def _leg_figures(runs: Sequence[EngineRun], legs: Sequence[Any]) -> dict[str, An
     figures = leg_figures(legs, host)
     found = {"card_leg_ms": MILLI * figures.card, "overlap_bound_ms": MILLI * figures.bound, "hand_offs": len(host)}
     if host:
-        middle, far = np.quantile(figures.round_trips, (0.5, 0.99))
-        idle, long = np.quantile(figures.waits, (0.5, 0.99))
         found |= {
+            "hand_offs_made": len(figures.waits) / len(legs),
             "host_leg_ms": MILLI * figures.host,
             "card_wait_ms": MILLI * figures.wait,
             "host_wait_ms": MILLI * sum(card.host_wait_seconds for card in counted) / steps,
+        }
+    if len(figures.waits):
+        middle, far = np.quantile(figures.round_trips, (0.5, 0.99))
+        idle, long = np.quantile(figures.waits, (0.5, 0.99))
+        found |= {
             "hand_off_us_p50": MICRO * float(middle),
             "hand_off_us_p99": MICRO * float(far),
             "hand_off_wait_us_p50": MICRO * float(idle),
