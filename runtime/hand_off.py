@@ -19,17 +19,21 @@ A hand-off k of step n, in order:
 1. One block of the card stores the payload into mapped memory (16 bytes at a time), passes a block barrier
    and a system fence, and stores n << STAGE_BITS | k + 1 into its FLAG (release, system scope). Over PCIe the flag's
    write stays behind the payload's: who sees the flag (acquire) sees the payload.
-2. Every host rank waits for that flag itself, and computes. Barriers among the ranks are the interpreter's. Where no
-   row's list of ids has one (all begin with -1), every rank sees that alike: it writes zeros, and there is no barrier.
+2. Every host rank waits for that flag itself, and computes. Barriers among the ranks are the interpreter's.
 3. Rank r stores its part of .out, then the same number into its FLAG (release). x86 keeps stores in order.
 4. One block of the card waits for every rank's flag (acquire, system scope), one thread for each; after a block
    barrier it reads .out past its caches.
-One set is enough: the card writes those of hand-off k + 1 only after it has seen the flags of k of all ranks, and a
-rank raises its flag only when it has done with x, ids and mix of k; a rank writes .out of k + 1 only after the card's
-flag of k + 1, which the card raises after it has read .out of k. The same holds for what ranks share among themselves
-while they compute: who has seen the card's flag of k + 1 knows that every rank has answered k, and reads nothing of it
-any more. So no barrier has to stand between two hand-offs, whether ranks computed in them or not; inside a hand-off
-they stand where a rank reads what others wrote.
+A hand-off in which no row has an expert on the host is not made: the card raises no flag, waits for none and adds
+nothing. A rank that waits for it sees the flag of a later one, and goes on without computing or meeting others. The
+step's last hand-off is always told, so that nobody waits for ever; if it is empty (every row's ids begin with -1) each
+rank finds that out for itself, writes zeros and answers, and the card does not look.
+One set is enough: the card writes the payload of a hand-off only after it has seen the flags of all ranks for the one
+made before it, and a rank raises its flag only when it has done with x, ids and mix; a rank writes .out of k only after
+the card's flag of k, which the card raises after it has read .out of the one before. A rank that sees exactly the flag
+of k sees the payload of k: the card raises no other before that rank has answered. The same holds for what ranks share
+among themselves while they compute: who has seen the card's next flag knows that every rank has answered, and reads
+nothing of it any more. So no barrier has to stand between two hand-offs; inside one they stand where a rank reads what
+others wrote.
 
 A lost peer ends the step on both sides. The block that waits looks at ABORT and POISON of the control block and at the
 wall clock; when it gives up it notes the step in a word of the card's memory, so that later receives of the step do
