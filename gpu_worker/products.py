@@ -19,9 +19,9 @@ SMALL_TYPES: Final = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4")
 FLOAT_TYPES: Final = ("F32", "F16", "BF16")
 WEIGHT_TYPES: Final = (*FLOAT_TYPES, *SMALL_TYPES, *SUPER_TYPES)
 
-UNIT_TYPES: Final = ("Q4_K", "Q6_K")
+UNIT_TYPES: Final = ("Q3_K", "Q4_K", "Q6_K")
 """Types whose weights go straight to registers, some rows of a warp at a time; see units.cuh."""
-_BLOCKS_EACH: Final = {"Q4_K": 5, "Q6_K": 4}
+_BLOCKS_EACH: Final = {"Q3_K": 6, "Q4_K": 5, "Q6_K": 4}
 _UNIT: Final = 64
 
 JOBS: Final = 4

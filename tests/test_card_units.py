@@ -15,12 +15,13 @@ from running import rows_of
 from test_card_chains import Unchained
 
 from bloomery.gpu_worker.lowering import Lowering
+from bloomery.gpu_worker.products import UNIT_TYPES
 from bloomery.runtime.model_file import Tensor
 from bloomery.runtime.program import Add, MatMul, RmsNorm, RoutedExperts, Router, View
 
 pytestmark = pytest.mark.timeout(300)
 BAND = 0.02  # of activations in eight bits
-Kind = Literal["Q4_K", "Q6_K"]
+Kind = Literal["Q3_K", "Q4_K", "Q6_K"]
 
 
 def weights(generator: np.random.Generator, kind: str, name: str, *shape: int) -> Tensor:
@@ -32,8 +33,8 @@ def close(found: NDArray[np.float32], wanted: NDArray[np.floating], band: float 
     assert np.linalg.norm(found - wanted) <= band * np.linalg.norm(wanted)
 
 
-@pytest.mark.parametrize("kind", ("Q4_K", "Q6_K"))
-@pytest.mark.parametrize("width", (256, 768, 1024, 1536, 2048, 4096, 4352))
+@pytest.mark.parametrize("kind", UNIT_TYPES)
+@pytest.mark.parametrize("width", (256, 512, 768, 1024, 1280, 1536, 2048, 4096, 4352))
 def test_products(kind: Kind, width: int) -> None:
     """Rows of 4 to 32 lanes, two and three units a lane and lanes without any; a last warp that is not full, weights
     that begin at any even byte; rows together as each alone, with a sum, bit for bit."""
@@ -55,7 +56,7 @@ def test_products(kind: Kind, width: int) -> None:
         assert np.array_equal(card.read(total, 1)[0], together[row])
 
 
-@pytest.mark.parametrize("kind", ("Q4_K", "Q6_K"))
+@pytest.mark.parametrize("kind", UNIT_TYPES)
 @pytest.mark.parametrize("width, hidden", ((256, 768), (2048, 256), (4096, 512)))
 def test_experts(kind: Kind, width: int, hidden: int) -> None:
     """Gate and up of a warp's rows at once and, where a row has all lanes, one after the other; one row and several."""

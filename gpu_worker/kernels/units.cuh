@@ -1,5 +1,5 @@
-// Products with weights of Q4_K and Q6_K, straight from the card's memory to registers: a lane takes 64 weights of a row at
-// a time ("a unit": four runs of 16 of a block), so that a block's scales are taken apart once for them.
+// Products with weights of Q3_K, Q4_K and Q6_K, straight from the card's memory to registers: a lane takes 64 weights of a row
+// at a time ("a unit": four runs of 16 of a block), so that a block's scales are taken apart once for them.
 //
 // A row has 4 to 32 lanes, so many that each has at least two units from 512 elements on; a warp has 1, 2, 4 or 8 rows at a time. Lane l of a row has the
 // units l, l + lanes, ...; lanes are summed at the row's end by a butterfly. The order of the sum depends on the row's
@@ -183,6 +183,86 @@ struct Units<Q6_K> {
         int sum = 0;
 #pragma unroll
         for (int k = 0; k < 4; ++k) sum += w.scale[k] * dot16(w.run[k], x.run[k], -Q6_K::OFFSET * x.sum[k]);
+        return __fmaf_rn(__fmul_rn(w.d, x.d), float(sum), total);
+    }
+};
+
+// Unit 2h + i of a block: of its half h the runs i, i + 2, i + 4, i + 6, which share 16 bytes of low bits; their high bits are in
+// 16 bytes that the halves share. Blocks begin at any even byte: words around them are read, and shifted.
+//
+// A weight is low - 4 * lacking, `lacking` being 1 where the high bit is not set. Neither is shifted to its place: a product
+// with bits of a byte where they are is the wanted one times a power of two.
+template <>
+struct Units<Q3_K> {
+    static constexpr bool HAS = true;
+    static constexpr int BLOCKS = 6, RESIDENT = 2, AHEAD = 3;
+    struct Raw {
+        uint32_t low[5], high[5], scales[4];
+        uint32_t shift;  // bits of the first word before the block
+    };
+    struct Weights {
+        uint32_t low[4], high[4];  // bits 2t, 2t + 1 and bit t of a byte: run t
+        int scales;                // int8, that of run t in byte t
+        float d;
+    };
+    struct Part {
+        int4 run[4];
+        float d;
+    };
+    DEVICE static void fetch(const uint8_t* row, int unit, Raw& raw) {
+        const uint8_t* block = row + uint32_t(unit) / 4 * Q3_K::BYTES;
+        const uint32_t odd = uint32_t(reinterpret_cast<uintptr_t>(block)) & 2;
+        raw.shift = 8 * odd;
+        const uint32_t* words = reinterpret_cast<const uint32_t*>(block - odd);
+        const uint32_t *low = words + 8 + uint32_t(4 * (unit & 3)), *high = words + uint32_t(4 * (unit & 1));
+#pragma unroll
+        for (int k = 0; k < 5; ++k) raw.low[k] = low[k], raw.high[k] = high[k];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) raw.scales[k] = words[24 + k];  // the last has d
+    }
+    DEVICE static void decode(const Raw& raw, int unit, Weights& w) {
+        const uint32_t half = raw.shift + 4 * (unit >> 1 & 1), mine = half + 8 * (unit & 1);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            w.low[k] = __funnelshift_r(raw.low[k], raw.low[k + 1], raw.shift);
+            w.high[k] = __funnelshift_r(raw.high[k], raw.high[k + 1], half);
+        }
+        // Bytes 0 and 2 are those of the unit's runs: the low four bits of two each, the high two of all.
+        const uint32_t first = __funnelshift_r(raw.scales[0], raw.scales[1], mine);
+        const uint32_t last = __funnelshift_r(raw.scales[1], raw.scales[2], mine);
+        const uint32_t upper = __funnelshift_r(raw.scales[2], raw.scales[3], mine);
+        const uint32_t scales = (__byte_perm(first, last, 0x6420) & 0x0f0f0f0fu) |
+                                ((__byte_perm(upper, upper >> 2, 0x6420) << 4) & 0x30303030u);
+        w.scales = int((scales + 0x60606060u) ^ 0x80808080u);  // less 32
+        w.d = half_bits(uint16_t(raw.scales[3] >> raw.shift));
+    }
+    template <bool SWIZZLED>
+    DEVICE static Part part(const uint8_t* values, const uint8_t* scales, int unit) {
+        Part x;
+        const int half = unit >> 1, place = place_of_piece<SWIZZLED>(8 * half + (unit & 1));
+        const int4* even = reinterpret_cast<const int4*>(values + place);
+        const int4* odd = reinterpret_cast<const int4*>(values + (place ^ 32));  // also where pieces are swizzled
+        x.run[0] = even[0], x.run[1] = odd[0], x.run[2] = even[4], x.run[3] = odd[4];
+        x.d = *reinterpret_cast<const float*>(scales + 32 * half);
+        return x;
+    }
+    // 4 to the power of T times the sum of run T.
+    template <int T>
+    DEVICE static int run_of(const Weights& w, const int4& x) {
+        constexpr uint32_t LOW = 0x03030303u << 2 * T, HIGH = 0x01010101u << T;
+        int lacking = __dp4a(int(~w.high[0] & HIGH), x.x, 0);
+        lacking = __dp4a(int(~w.high[1] & HIGH), x.y, lacking);
+        lacking = __dp4a(int(~w.high[2] & HIGH), x.z, lacking);
+        lacking = __dp4a(int(~w.high[3] & HIGH), x.w, lacking);
+        int sum = -(4 << T) * lacking;
+        sum = dot_unsigned(w.low[0] & LOW, x.x, sum), sum = dot_unsigned(w.low[1] & LOW, x.y, sum);
+        return dot_unsigned(w.low[3] & LOW, x.w, dot_unsigned(w.low[2] & LOW, x.z, sum));
+    }
+    DEVICE static float dot(const Weights& w, const Part& x, float total) {
+        // A run's sum fits 16 bits: at most 16 * 4 * 128.
+        const uint32_t first = __byte_perm(run_of<0>(w, x.run[0]), run_of<1>(w, x.run[1]) >> 2, 0x5410);
+        const uint32_t last = __byte_perm(run_of<2>(w, x.run[2]) >> 4, run_of<3>(w, x.run[3]) >> 6, 0x5410);
+        const int sum = __dp2a_hi(int(last), w.scales, __dp2a_lo(int(first), w.scales, 0));
         return __fmaf_rn(__fmul_rn(w.d, x.d), float(sum), total);
     }
 };
