@@ -61,6 +61,7 @@ struct Units<Q4_K> {
         raw.first = __ldcs(quants), raw.second = __ldcs(quants + 1);
         raw.head = __ldcs(reinterpret_cast<const uint4*>(block));
     }
+    DEVICE static void share(Raw&) {}
     DEVICE static uint4 both(uint4 x, uint32_t mask) {
         return make_uint4(x.x & mask, x.y & mask, x.z & mask, x.w & mask);
     }
@@ -137,6 +138,7 @@ struct Units<Q6_K> {
         raw.scales[0] = words[0], raw.scales[1] = words[1], raw.scales[2] = words[odd ? 2 : 1];
         raw.d = *reinterpret_cast<const uint16_t*>(block + 208);
     }
+    DEVICE static void share(Raw&) {}
     // 16 bytes that begin `shift` (even) bytes into 32.
     DEVICE static uint4 shifted(const uint4 (&around)[2], uint32_t shift) {
         uint32_t v[8] = {around[0].x, around[0].y, around[0].z, around[0].w,
@@ -188,7 +190,8 @@ struct Units<Q6_K> {
 };
 
 // Unit 2h + i of a block: of its half h the runs i, i + 2, i + 4, i + 6, which share 16 bytes of low bits; their high bits are in
-// 16 bytes that the halves share. Blocks begin at any even byte: words around them are read, and shifted.
+// 16 bytes that the halves share. Blocks begin at any even byte: words around them are read, and shifted. The four lanes that
+// have a block read its scales together, a word each, and hand on the word after 16 bytes: registers are scarcer than shuffles.
 //
 // A weight is low - 4 * lacking, `lacking` being 1 where the high bit is not set. Neither is shifted to its place: a product
 // with bits of a byte where they are is the wanted one times a power of two.
@@ -216,9 +219,17 @@ struct Units<Q3_K> {
         const uint32_t* words = reinterpret_cast<const uint32_t*>(block - odd);
         const uint32_t *low = words + 8 + uint32_t(4 * (unit & 3)), *high = words + uint32_t(4 * (unit & 1));
 #pragma unroll
-        for (int k = 0; k < 5; ++k) raw.low[k] = low[k], raw.high[k] = high[k];
+        for (int k = 0; k < 4; ++k) raw.low[k] = low[k], raw.high[k] = high[k];
+        raw.scales[0] = words[24 + (unit & 3)];
+    }
+    // Unit u of a row is a lane's of which the number ends in the same two bits.
+    DEVICE static void share(Raw& raw) {
+        const int lane = threadIdx.x & 31, first = lane & ~3, j = lane & 3;
+        const uint32_t scales = raw.scales[0];
+        raw.low[4] = __shfl_sync(~0u, j ? raw.low[0] : scales, first + ((j + 1) & 3));
+        raw.high[4] = __shfl_sync(~0u, j ? raw.high[0] : raw.low[0], first + ((j + 1) & 1));
 #pragma unroll
-        for (int k = 0; k < 4; ++k) raw.scales[k] = words[24 + k];  // the last has d
+        for (int k = 0; k < 4; ++k) raw.scales[k] = __shfl_sync(~0u, scales, first + k);  // the last has d
     }
     DEVICE static void decode(const Raw& raw, int unit, Weights& w) {
         const uint32_t half = raw.shift + 4 * (unit >> 1 & 1), mine = half + 8 * (unit & 1);
@@ -269,7 +280,7 @@ struct Units<Q3_K> {
 
 // emit(set, row, sum) for the activation rows of the sets first, first + step, ... below `end`, called by all lanes with the
 // sum of their weight row, which begins at from(set), by the activations x_at(set). `ready` is called once, before
-// activations are read; weights are read before it. DEPTH units of a lane are on their way.
+// activations are read; weights are read before it. All lanes of a warp share what they read, then each takes its own. DEPTH units of a lane are on their way.
 template <class Quant, int NR, bool SWIZZLED, int DEPTH = 2, class From, class XAt, class Ready, class Emit>
 DEVICE void unit_products(int first, int step, int end, int width, int rows, From from, XAt x_at, Ready ready, Emit emit) {
     typedef Units<Quant> U;
@@ -289,7 +300,8 @@ DEVICE void unit_products(int first, int step, int end, int width, int rows, Fro
     };
     float total[NR];
     int set = first, unit = lane;
-    auto use = [&](const typename U::Raw& raw) {
+    auto use = [&](typename U::Raw& raw) {
+        U::share(raw);
         if (unit < lanes)
 #pragma unroll
             for (int r = 0; r < NR; ++r) total[r] = 0.0f;
