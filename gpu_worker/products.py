@@ -21,7 +21,7 @@ WEIGHT_TYPES: Final = (*FLOAT_TYPES, *SMALL_TYPES, *SUPER_TYPES)
 
 UNIT_TYPES: Final = ("Q3_K", "Q4_K", "Q6_K")
 """Types whose weights go straight to registers, some rows of a warp at a time; see units.cuh."""
-_BLOCKS_EACH: Final = {"Q3_K": 6, "Q4_K": 5, "Q6_K": 4}
+_BLOCKS_EACH: Final = {"Q3_K": 7, "Q4_K": 5, "Q6_K": 4}
 _UNIT: Final = 64
 
 JOBS: Final = 4

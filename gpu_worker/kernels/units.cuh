@@ -191,14 +191,14 @@ struct Units<Q6_K> {
 
 // Unit 2h + i of a block: of its half h the runs i, i + 2, i + 4, i + 6, which share 16 bytes of low bits; their high bits are in
 // 16 bytes that the halves share. Blocks begin at any even byte: words around them are read, and shifted. The four lanes that
-// have a block read its scales together, a word each, and hand on the word after 16 bytes: registers are scarcer than shuffles.
+// have a block read each of its words once and hand them on: registers are scarcer than shuffles.
 //
 // A weight is low - 4 * lacking, `lacking` being 1 where the high bit is not set. Neither is shifted to its place: a product
 // with bits of a byte where they are is the wanted one times a power of two.
 template <>
 struct Units<Q3_K> {
     static constexpr bool HAS = true;
-    static constexpr int BLOCKS = 6, RESIDENT = 2, AHEAD = 3;
+    static constexpr int BLOCKS = 7, RESIDENT = 2, AHEAD = 3;
     struct Raw {
         uint32_t low[5], high[5], scales[4];
         uint32_t shift;  // bits of the first word before the block
@@ -217,19 +217,22 @@ struct Units<Q3_K> {
         const uint32_t odd = uint32_t(reinterpret_cast<uintptr_t>(block)) & 2;
         raw.shift = 8 * odd;
         const uint32_t* words = reinterpret_cast<const uint32_t*>(block - odd);
-        const uint32_t *low = words + 8 + uint32_t(4 * (unit & 3)), *high = words + uint32_t(4 * (unit & 1));
+        const uint32_t *low = words + 8 + 4 * (unit & 3), *high = words + 4 * (unit & 1) + (unit & 2);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) raw.low[k] = low[k], raw.high[k] = high[k];
+        for (int k = 0; k < 4; ++k) raw.low[k] = low[k];
+        raw.high[0] = high[0], raw.high[1] = high[1];
         raw.scales[0] = words[24 + (unit & 3)];
     }
     // Unit u of a row is a lane's of which the number ends in the same two bits.
     DEVICE static void share(Raw& raw) {
-        const int lane = threadIdx.x & 31, first = lane & ~3, j = lane & 3;
-        const uint32_t scales = raw.scales[0];
-        raw.low[4] = __shfl_sync(~0u, j ? raw.low[0] : scales, first + ((j + 1) & 3));
-        raw.high[4] = __shfl_sync(~0u, j ? raw.high[0] : raw.low[0], first + ((j + 1) & 1));
+        const int j = threadIdx.x & 3;
+        const uint32_t scales = raw.scales[0], high[2] = {raw.high[0], raw.high[1]};
+        raw.low[4] = __shfl_sync(~0u, j ? raw.low[0] : scales, j + 1, 4);
+        raw.high[4] = __shfl_sync(~0u, j ? high[0] : raw.low[0], ~j & 1, 4);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) raw.scales[k] = __shfl_sync(~0u, scales, first + k);  // the last has d
+        for (int k = 0; k < 4; ++k) raw.high[k] = __shfl_sync(~0u, high[k & 1], (j & 1) + (k & 2), 4);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) raw.scales[k] = __shfl_sync(~0u, scales, k, 4);  // the last has d
     }
     DEVICE static void decode(const Raw& raw, int unit, Weights& w) {
         const uint32_t half = raw.shift + 4 * (unit >> 1 & 1), mine = half + 8 * (unit & 1);

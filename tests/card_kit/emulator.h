@@ -225,7 +225,7 @@ T __shfl_xor_sync(unsigned, T value, int distance) {
     return emulated::exchange(value, [=](int i, auto in) { return in(i ^ distance); });
 }
 template <class T>
-T __shfl_sync(unsigned, T value, int from) {  // `from` may differ between lanes
+T __shfl_sync(unsigned, T value, int from, int width = 32) {  // `from` may differ between lanes
     struct Part {
         T in, out;
         int from;
@@ -233,7 +233,7 @@ T __shfl_sync(unsigned, T value, int from) {  // `from` may differ between lanes
     emulated::together(&part, [&](void** lanes) {
         for (int i = 0; i < 32; ++i) {
             Part* mine = static_cast<Part*>(lanes[i]);
-            mine->out = static_cast<Part*>(lanes[mine->from & 31])->in;
+            mine->out = static_cast<Part*>(lanes[(i & -width) | (mine->from & (width - 1))])->in;
         }
     });
     return part.out;
