@@ -72,6 +72,7 @@ def lower_all(
     """Launches that between them have every kernel that steps of this program take, and want the most scratch; blocks
     of prompts only if `block_rows` is not 0, in a context of their own where that is another (`blocks`)."""
     launches = lower(program, context, MAX_ROWS, MAX_ROWS) + ahead_launches(program, context, 1)
+    launches += lower(program, context, MAX_ROWS, 0)  # hand-offs of no rows have launches of their own
     if block_rows:
         for wanted in (block_out_rows, 1):
             launches += lower_prompt(without_hand_offs(program), blocks or context, block_rows, wanted)
