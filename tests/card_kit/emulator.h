@@ -164,13 +164,13 @@ inline bool launch(std::function<void()> work, Three grid, unsigned threads, siz
         for (unsigned y = 0; y < grid.y; ++y)
             for (unsigned x = 0; x < grid.x; ++x) {
                 blockIdx = {x, y, z};
-                for (auto& byte : memory) byte = 0x7d;
+                std::memset(memory.data(), 0x7d, memory.size());
                 warps.assign(threads / 32, Warp{});
                 alive = threads, at_barrier = 0;
                 for (unsigned i = 0; i < threads; ++i) {
                     Fiber& fiber = fibers[i];
                     fiber.ended = false, fiber.groups.clear(), fiber.open.clear();
-                    fiber.place.begin(fiber.stack.base, STACK, run);
+                    fiber.place.begin(fiber.stack.base, STACK - i % 32 * 1088 % PAGE, run);
                 }
                 while (alive)
                     for (unsigned i = 0; i < threads; ++i)
@@ -205,6 +205,21 @@ T exchange(T value, Combine combine) {
             static_cast<Part*>(lanes[i])->out = combine(i, [&](int k) { return static_cast<Part*>(lanes[k])->in; });
     });
     return part.out;
+}
+// Eight numbers at a time; the compiler makes of it what the machine has.
+using Floats = float __attribute__((vector_size(32)));
+using Words = uint32_t __attribute__((vector_size(32)));
+using Halves = uint16_t __attribute__((vector_size(16)));
+// What numbers of sixteen bits are, `count` times eight of them.
+inline void numbers_of_halves(float* to, const void* from, int count) {
+    for (int i = 0; i < count; ++i) {
+        Halves read;
+        std::memcpy(&read, static_cast<const uint8_t*>(from) + 16 * i, 16);
+        const Words bits = __builtin_convertvector(read, Words), magnitude = (bits & 0x7fff) << 13;
+        const Words finite = Words(Floats(magnitude) * 0x1p112f), endless = magnitude | 0x7f800000;
+        const Words number = ((bits & 0x7c00) == 0x7c00 ? endless : finite) | (bits & 0x8000) << 16;
+        std::memcpy(to + 8 * i, &number, 32);
+    }
 }
 inline void arrive(std::vector<Copy>& copies) {
     for (auto& copy : copies) std::memcpy(copy.to, copy.bytes, 16);
@@ -373,18 +388,28 @@ inline void multiply_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uin
         uint32_t b[2];
     } part{d, a, {b0, b1}};
     emulated::together(&part, [](void** lanes) {
-        auto part_of = [&](int lane) { return static_cast<Part*>(lanes[lane]); };
-        auto value = [](uint32_t word, int k) { return half_bits(uint16_t(word >> (16 * (k & 1)))); };
-        float a[16][16], b[16][8];
-        for (int i = 0; i < 16; ++i)
-            for (int k = 0; k < 16; ++k) a[i][k] = value(part_of(i % 8 * 4 + k % 8 / 2)->a[i / 8 + 2 * (k / 8)], k);
+        constexpr int ROWS = 4;  // sums that grow side by side, each in the order of k
+        uint32_t words[24][8];   // two neighbours of a row of a each, then of a column of b
+        for (int lane = 0; lane < 32; ++lane) {
+            const Part& mine = *static_cast<Part*>(lanes[lane]);
+            const int r = lane / 4, c = lane % 4;
+            for (int j = 0; j < 4; ++j) words[r + j % 2 * 8][c + j / 2 * 4] = mine.a[j];
+            for (int j = 0; j < 2; ++j) words[16 + r][c + j * 4] = mine.b[j];
+        }
+        float numbers[24][16];
+        emulated::numbers_of_halves(&numbers[0][0], &words[0][0], sizeof words / 16);
+        emulated::Floats b[16];
         for (int k = 0; k < 16; ++k)
-            for (int n = 0; n < 8; ++n) b[k][n] = value(part_of(n * 4 + k % 8 / 2)->b[k / 8], k);
-        for (int i = 0; i < 16; ++i)
-            for (int n = 0; n < 8; ++n) {
-                float sum = 0.0f;
-                for (int k = 0; k < 16; ++k) sum += a[i][k] * b[k][n];
-                part_of(i % 8 * 4 + n / 2)->d[n % 2 + 2 * (i / 8)] += sum;
-            }
+            for (int n = 0; n < 8; ++n) b[k][n] = numbers[16 + n][k];
+        for (int i = 0; i < 16; i += ROWS) {
+            emulated::Floats sums[ROWS] = {};
+            for (int k = 0; k < 16; ++k)
+                for (int j = 0; j < ROWS; ++j) sums[j] += numbers[i + j][k] * b[k];
+            for (int j = 0; j < ROWS; ++j)
+                for (int n = 0; n < 8; n += 2) {
+                    float* d = static_cast<Part*>(lanes[(i + j) % 8 * 4 + n / 2])->d + (i + j) / 8 * 2;
+                    d[0] += sums[j][n], d[1] += sums[j][n + 1];
+                }
+        }
     });
 }
