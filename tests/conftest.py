@@ -10,6 +10,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +31,12 @@ from bloomery.runtime.runtime_files import SHARED_MEMORY, owner_is_alive, runtim
 # which is not inherited: programs that tests start and interrupt have the default.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, lambda number, frame: None)
+
+# Tests start programs and workers some hundred times. Where Python is told to keep no bytecode, each would compile all
+# its modules, a quarter of what a daemon's start takes: it is kept for the time of the run.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", "") and "PYTHONPYCACHEPREFIX" not in os.environ:
+    _bytecode = tempfile.TemporaryDirectory(prefix="bytecode-of-tests-", ignore_cleanup_errors=True)
+    os.environ["PYTHONPYCACHEPREFIX"] = _bytecode.name
 
 START_SECONDS = 280.0  # a first start compiles the kernels
 LARGE = 400 << 20  # bytes; to look for what can be freed takes a quarter of a second
