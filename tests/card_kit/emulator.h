@@ -126,10 +126,19 @@ struct Warp {
 static std::vector<Fiber> fibers;
 static std::vector<Warp> warps;
 static Place scheduler;
-static int current, alive, at_barrier, barrier_turn;
+static int current, alive, threads, at_barrier, barrier_turn;
 static std::function<void()> body;
 
-inline void yield() { fibers[current].place.leave_for(scheduler); }
+// The next thread of the block goes on, the first after the last; who launched the block once all have ended.
+inline void yield() {
+    Place& mine = fibers[current].place;
+    if (!alive) return mine.leave_for(scheduler);
+    const int last = current;
+    do current = current + 1 == threads ? 0 : current + 1;
+    while (fibers[current].ended);
+    threadIdx = {unsigned(current), 0, 0};
+    if (current != last) mine.leave_for(fibers[current].place);
+}
 inline void barrier() {
     const int turn = barrier_turn;
     if (++at_barrier == alive) at_barrier = 0, ++barrier_turn;
@@ -155,29 +164,26 @@ inline void run() {
     yield();
 }
 // False if a block wrote beyond its shared memory.
-inline bool launch(std::function<void()> work, Three grid, unsigned threads, size_t shared_bytes) {
+inline bool launch(std::function<void()> work, Three grid, unsigned count, size_t shared_bytes) {
     std::vector<uint8_t> memory(shared_bytes + 64 + BEYOND);
     shared = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t(63));
-    if (fibers.size() < threads) fibers.resize(threads);
-    body = work, gridDim = grid, blockDim = {threads, 1, 1};
+    if (fibers.size() < count) fibers.resize(count);
+    body = work, gridDim = grid, blockDim = {count, 1, 1}, threads = int(count);
     for (unsigned z = 0; z < grid.z; ++z)
         for (unsigned y = 0; y < grid.y; ++y)
             for (unsigned x = 0; x < grid.x; ++x) {
                 blockIdx = {x, y, z};
                 std::memset(memory.data(), 0x7d, memory.size());
-                warps.assign(threads / 32, Warp{});
+                warps.assign(count / 32, Warp{});
                 alive = threads, at_barrier = 0;
-                for (unsigned i = 0; i < threads; ++i) {
+                for (int i = 0; i < threads; ++i) {
                     Fiber& fiber = fibers[i];
                     fiber.ended = false, fiber.groups.clear(), fiber.open.clear();
+                    // not all at the same place of their pages, which would share the same few lines of the cache
                     fiber.place.begin(fiber.stack.base, STACK - i % 32 * 1088 % PAGE, run);
                 }
-                while (alive)
-                    for (unsigned i = 0; i < threads; ++i)
-                        if (!fibers[i].ended) {
-                            current = i, threadIdx = {i, 0, 0};
-                            scheduler.leave_for(fibers[i].place);
-                        }
+                current = 0, threadIdx = {0, 0, 0};
+                scheduler.leave_for(fibers[0].place);
                 if (std::any_of(shared + shared_bytes, shared + shared_bytes + BEYOND, [](auto x) { return x != 0x7d; }))
                     return false;
             }
@@ -396,20 +402,23 @@ inline void multiply_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uin
             for (int j = 0; j < 4; ++j) words[r + j % 2 * 8][c + j / 2 * 4] = mine.a[j];
             for (int j = 0; j < 2; ++j) words[16 + r][c + j * 4] = mine.b[j];
         }
+        // rows of a that are all the same, as behind a tile's last, are multiplied once
+        bool alike = true;
+        for (int i = 1; i < 16; ++i) alike = alike && !std::memcmp(words[i], words[0], sizeof words[0]);
+        const int different = alike ? ROWS : 16;
         float numbers[24][16];
-        emulated::numbers_of_halves(&numbers[0][0], &words[0][0], sizeof words / 16);
-        emulated::Floats b[16];
+        emulated::numbers_of_halves(&numbers[0][0], &words[0][0], different * 2);
+        emulated::numbers_of_halves(&numbers[16][0], &words[16][0], 16);
+        emulated::Floats b[16], sums[16] = {};
         for (int k = 0; k < 16; ++k)
             for (int n = 0; n < 8; ++n) b[k][n] = numbers[16 + n][k];
-        for (int i = 0; i < 16; i += ROWS) {
-            emulated::Floats sums[ROWS] = {};
+        for (int i = 0; i < different; i += ROWS)
             for (int k = 0; k < 16; ++k)
-                for (int j = 0; j < ROWS; ++j) sums[j] += numbers[i + j][k] * b[k];
-            for (int j = 0; j < ROWS; ++j)
-                for (int n = 0; n < 8; n += 2) {
-                    float* d = static_cast<Part*>(lanes[(i + j) % 8 * 4 + n / 2])->d + (i + j) / 8 * 2;
-                    d[0] += sums[j][n], d[1] += sums[j][n + 1];
-                }
-        }
+                for (int j = 0; j < ROWS; ++j) sums[i + j] += numbers[i + j][k] * b[k];
+        for (int i = 0; i < 16; ++i)
+            for (int n = 0; n < 8; n += 2) {
+                float* d = static_cast<Part*>(lanes[i % 8 * 4 + n / 2])->d + i / 8 * 2;
+                d[0] += sums[alike ? 0 : i][n], d[1] += sums[alike ? 0 : i][n + 1];
+            }
     });
 }
