@@ -110,7 +110,8 @@ def test_a_row_of_a_prompt_whose_experts_come_from_the_host(run: Run, monkeypatc
     least = sum(term.nbytes for term in terms if term.place == "card")
     monkeypatch.setattr(placement, "probe_cards", lambda: (card,))
     monkeypatch.setattr(bench_engine, "CARD_WORKLOAD", "emulated_driver:load")
-    (row,) = run("--plan", "a", "--card-memory", str(least), "-t", "2", "-p", "66", "-n", "0", "--prompt-block", "64")
+    sizes = ("-t", "2", "-p", "66", "-n", "0", "--prompt-block", "64", "-r", "1")  # steps of the emulator are slow
+    (row,) = run("--plan", "a", "--card-memory", str(least), *sizes)
     assert row["expert_share_on_card"] == 0 and row["steps"] == 2 and row["prompt_block"] == 64
     *others, last = none.layers  # nobody wants a row of the last one's result
     assert row["streamed_bytes_per_block"] == sum(layer.nbytes * layer.experts for layer in others)
