@@ -56,6 +56,7 @@ DEVICE void hand_over(const Sending& sending, const Scored& scored, BlockChoice&
     const int rows = gridDim.z, lane = threadIdx.x;
     bool some = false;
     for (int row = 0; row < rows; ++row) {
+        if (row) __syncthreads();  // nobody looks at the choice of the row before any more
         if (scored.logits) choose(scored, row, choice);
         if (threadIdx.x >= 32) continue;
         if (scored.logits) {
