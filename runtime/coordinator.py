@@ -168,8 +168,8 @@ class Daemon:
         self._engine: Engine | None = None
 
     def run(self, on_ready: Callable[[dict[str, Any]], None]) -> None:
+        self._listen()  # where a stop is only noted: sockets are bound and registered for closing, or neither
         with self._stop.loading():
-            self._listen()
             self._load()
         on_ready(self._ready_status())
         self._wait()
