@@ -110,11 +110,17 @@ def test_what_reaches_the_disk(tables: list[tuple[RowTable, NDArray[np.uint8]]])
     for keep in (True, False):
         reader = RowReader([table], cache_bytes=0, keep_pages=keep)
         evict(table.path)
-        for expected in (len(ids), 0 if keep else len(ids)):
-            before = reader.counters.from_disk
-            np.testing.assert_array_equal(fetch(reader, [ids])[0], contents[ids])
-            assert abs(reader.counters.from_disk - before - expected) <= 5, "the disk may be quicker than the next try"
-            reader.tidy()
+        for cold in (True, not keep):
+            assert (cached(table.path) < 0.01) == cold
+            counts: list[int] = []
+            while not counts or (cold and counts[-1] < len(ids) - 5 and len(counts) < 20):
+                if counts:  # the disk may have been quicker than the next try, which then finds the page
+                    evict(table.path)
+                before = reader.counters.from_disk
+                np.testing.assert_array_equal(fetch(reader, [ids])[0], contents[ids])
+                counts.append(reader.counters.from_disk - before)
+                reader.tidy()
+            assert len(ids) - 5 <= counts[-1] <= len(ids) if cold else counts[-1] <= 5
         share = cached(table.path)
         assert 0.1 < share < 0.5 if keep else share < 0.01, "a row brings its own pages and no others"
         evict(table.path)
