@@ -64,12 +64,12 @@ class HostSide:
 def lower_hand_off(lowering: Lowering, op: HandOffSend | HandOffReceive) -> None:
     """The launch of a hand-off's half that nothing beside it takes in."""
     if isinstance(op, HandOffSend):
-        lower_send(lowering, op)
+        _lower_send(lowering, op)
     else:
         lower_receive(lowering, op, None)
 
 
-def lower_send(lowering: Lowering, op: HandOffSend) -> None:
+def _lower_send(lowering: Lowering, op: HandOffSend) -> None:
     """One block: x, the ids that lie on the host, their weights, the flag."""
     chosen = (*lowering._row(op.ids), *lowering._row(op.mix), lowering.context.slot_map(op.experts))
     sizes = (lowering._count(op.x), op.x.elements, op.ids.elements)
@@ -85,7 +85,7 @@ def lower_receive(lowering: Lowering, op: HandOffReceive, add: Add | None) -> No
     count, width = lowering._count(op.x), op.x.elements
     if not count:
         return
-    words = (*lowering._row(op.x), *lowering._row(op.out), count, width, *receiving(lowering, op), *added)
+    words = (*lowering._row(op.x), *lowering._row(op.out), count, width, *_receiving(lowering, op), *added)
     shared = 4 * width if count == 1 and width <= _MOST_BROUGHT else 0
     lowering.emit("hand_off", "receive", (1,), _THREADS, *words, shared=shared)
 
@@ -101,7 +101,7 @@ def sending(lowering: Lowering, op: HandOffSend | None) -> tuple[int, ...]:
     return (*lowering._row(op.x), *to.x, *to.ids, *to.mix, *ours, *which, _times(place, op.index))
 
 
-def receiving(lowering: Lowering, op: HandOffReceive) -> tuple[int, ...]:
+def _receiving(lowering: Lowering, op: HandOffReceive) -> tuple[int, ...]:
     """The Receiving of hand_off.cuh."""
     place = lowering.context.hand_off
     waits = (op.index, place.ranks, place.deadline_ns)
@@ -115,7 +115,7 @@ def landing(lowering: Lowering, op: HandOffReceive | None) -> tuple[int, ...]:
         return (0,) * 14
     width = op.x.elements
     rows = lowering.context.scratch("landed", 4 * width * lowering._room(op.x))
-    return (*receiving(lowering, op), rows, width, lowering.context.hand_off.landed)
+    return (*_receiving(lowering, op), rows, width, lowering.context.hand_off.landed)
 
 
 def _payload(lowering: Lowering, x: View) -> HandOffBuffers:

@@ -44,7 +44,6 @@ class CardSide:
         self.control = RankWords(arena.memory("control"), start.rank, start.shape.ranks)
         self._arena = arena
         self._legs = LegWords(arena.memory("leg_times"), start.hand_offs) if start.time_stages else None
-
         self._sent = False
 
     def _note(self, index: int, which: int) -> None:
@@ -56,11 +55,12 @@ class CardSide:
 
     def send(self, index: int, gate: str, kind: str, x: NDArray[Any], ids: NDArray[Any], mix: NDArray[Any]) -> None:
         to_x, to_ids, to_mix, _ = (self._arena.buffer(name) for name in BUFFERS[kind])
-        self._sent = bool(self.on_host(gate, ids).any())
+        on_host = self.on_host(gate, ids)
+        self._sent = bool(on_host.any())
         if not self._sent and index != max(self._start.hand_offs):
             return self._note(index, SENT)
         to_x[: len(x), : x.shape[1]] = x
-        for row, there in enumerate(self.on_host(gate, ids)):
+        for row, there in enumerate(on_host):
             count = int(there.sum())
             to_ids[row, :count], to_mix[row, :count] = ids[row, there], mix[row, there]
             if count < ids.shape[1]:

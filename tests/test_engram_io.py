@@ -23,6 +23,7 @@ from engine_client import GREEDY, Client, exhaust
 from in_process import InProcessExecutor
 from numpy.typing import NDArray
 from running import joined, rows_of
+from service_stand import wait_for
 
 from bloomery.runtime.engine import Engine
 from bloomery.runtime.engram_hash import histories
@@ -113,11 +114,8 @@ def test_rows_and_results(path: Path) -> None:
         pool.copy_prefix(0, 1, 20)
         pool.step(rows_of(TOKENS[20:22], slot=1, start=20))
         check_rows(pool, path, list(first[20:22]))
-        for _ in range(1000):  # counted after the rows are there
-            facts = engram_of(pool)
-            if facts["fetches"] >= 7:
-                break
-            time.sleep(0.01)
+        wait_for(lambda: engram_of(pool)["fetches"] >= 7)  # counted after the rows are there
+        facts = engram_of(pool)
         assert facts["fetches"] == 7  # one of them for the drill
         assert facts["rows_cached"] > 0 and facts["rows"] > facts["rows_cached"] and facts["restarts"] == 0
         assert facts["cache_bytes"] <= 1 << 20 and 0 < facts["nanoseconds_last"] <= facts["nanoseconds"]
