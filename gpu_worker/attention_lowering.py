@@ -90,9 +90,12 @@ def attend(
     Fresh of cores.cuh."""
     heads = op.q.count
     splits = blocks(lowering.context.context, _SPLIT)
+    sets = op.kv_heads * blocks(heads // op.kv_heads, _HEADS)
+    by_cores = _by_cores(lowering.context, op)
+    if by_cores:  # as many runs as blocks that a lone row can use
+        splits = min(splits, max(1, blocks(_WALKERS_EACH * lowering.context.multiprocessors, sets)))
     parts = lowering.context.scratch("parts", room * heads * splits * op.value_width * 4)
     extremes = lowering.context.scratch("extremes", room * heads * splits * 8)
-    sets = op.kv_heads * blocks(heads // op.kv_heads, _HEADS)
     walkers = min(splits, max(1, blocks(_WALKERS_EACH * lowering.context.multiprocessors, sets * rows)))
     caches = (lowering.context.state(op.keys), lowering.context.state(op.values))
     places = [word for cache in caches for word in (cache.address, cache.slot_stride, cache.row_stride)]
@@ -102,9 +105,9 @@ def attend(
     (q, q_row, q_head), (out, out_row, out_head) = lowering._heads(op.q), lowering._heads(op.out)
     slots, positions = lowering.step.slots + 4 * first, lowering.step.positions + 4 * first
     widths: tuple[int, ...] = (heads, op.kv_heads, op.key_width, op.value_width)
-    if _by_cores(lowering.context, op):
+    if by_cores:
         name, threads, widths = f"attend_{'fresh' if fresh else 'cores'}_{op.key_width}", _CORES, widths[:2]
-        shared = 2 * 2 * _SPLIT * op.key_width * 2
+        shared = 2 * 2 * _SPLIT * op.key_width * 2 + _CORES // 32 * _HEADS * (op.key_width + 4) * 4
     words = (slots, positions, q + 4 * first * q_row, q_row, q_head, *places, *widths)
     ends = (float_word(op.scale), splits, parts, extremes)
     lowering.emit("attention", name, (walkers, sets, rows), threads, *words, *ends, *fresh, shared=shared)

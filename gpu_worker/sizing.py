@@ -20,7 +20,7 @@ _BUFFERS: Final = HandOffBuffers((_NOWHERE, 0), (_NOWHERE, 0), (_NOWHERE, 0), (_
 class SizingContext:
     """A CardContext that learns what scratch is wanted (`wanted`: name -> greatest bytes asked)."""
 
-    multiprocessors = 1
+    multiprocessors = 256  # no fewer than any card has: attention's parts grow with them
     step = prompt_step = StepAddresses(_NOWHERE, _NOWHERE, _NOWHERE, _NOWHERE)
     hand_off = HandOffAddresses(
         words=_NOWHERE,

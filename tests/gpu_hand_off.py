@@ -2,9 +2,10 @@
 
     python tests/gpu_hand_off.py FILE.gguf | --synthetic TEMPLATE --layers N --mix MIX [--own-weights] [--only NAMES]
 
-One expert of each layer on the host shows what a hand-off itself costs: the host seldom has anything to do. Each
-placement is run twice, the second time with a clock in every hand-off: the exchange is from the card's flag to its
-sight of every rank's, the wait what of it the card had nothing else to do in.
+One expert of each layer on the host shows what a hand-off itself costs: the host seldom has anything to do; with
+--rows 8 it often has, and the card has other work meanwhile. Each placement is run twice, the second time with a clock
+in every hand-off: the exchange is from the card's flag to its sight of every rank's, the wait what of it the card had
+nothing else to do in.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ def placements(program: Program) -> dict[str, ExpertTiers]:
     }
 
 
-def run_steps(pool: CardPool, tokens: NDArray[np.int64], depth: int) -> list[float]:
-    """Seconds of each step after a prompt of `depth` tokens, as its caller sees them."""
+def run_steps(pool: CardPool, tokens: NDArray[np.int64], depth: int, rows: int) -> list[float]:
+    """Seconds of each step of so many rows after a prompt of `depth` tokens, as its caller sees them."""
     seconds = []
-    for at in range(depth, len(tokens)):
+    for at in range(depth, len(tokens) - rows + 1, rows):
         begun = time.perf_counter()
-        pool.step(rows_of(tokens[at : at + 1], start=at))
+        pool.step(rows_of(tokens[at : at + rows], start=at))
         seconds.append(time.perf_counter() - begun)
     return seconds
 
@@ -64,9 +65,11 @@ def host_seconds(pool: CardPool, hand_offs: int) -> NDArray[np.float64]:
     return np.array(found)
 
 
-def legs_of(pool: CardPool, tokens: NDArray[np.int64], depth: int, expected: Prediction, layers: Sequence[int]) -> str:
+def legs_of(
+    pool: CardPool, tokens: NDArray[np.int64], depth: int, rows: int, expected: Prediction, layers: Sequence[int]
+) -> str:
     before = host_seconds(pool, len(layers))
-    steps = len(run_steps(pool, tokens, depth))
+    steps = len(run_steps(pool, tokens, depth, rows))
     legs = pool.step_legs()
     if not layers:
         return f"{'':16} card {1e-6 * float(np.mean([step.card_ns for step in legs])):.3f} ms"
@@ -74,9 +77,10 @@ def legs_of(pool: CardPool, tokens: NDArray[np.int64], depth: int, expected: Pre
     found = leg_figures(legs, host.tolist())
     trip, far = 1e6 * np.quantile(found.round_trips, (0.5, 0.99))
     wait, long = 1e6 * np.quantile(found.waits, (0.5, 0.99))
+    rate = f" ({expected.host_bytes / max(found.host, 1e-9) / 1e9:.1f} GB/s)" if rows == 1 else ""
     return (
-        f"{'':16} card {1e3 * found.card:.3f} ms, wait {1e3 * found.wait:.3f}, host {1e3 * found.host:.3f}"
-        f" ({expected.host_bytes / max(found.host, 1e-9) / 1e9:.1f} GB/s); exchange {trip:.1f} us p50, {far:.1f} p99;"
+        f"{'':16} card {1e3 * found.card:.3f} ms, wait {1e3 * found.wait:.3f}, host {1e3 * found.host:.3f}{rate};"
+        f" exchange {trip:.1f} us p50, {far:.1f} p99;"
         f" wait {wait:.1f} us p50, {long:.1f} p99; bound of these legs {1e3 * found.bound:.3f} ms"
     )
 
@@ -90,6 +94,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=max(1, len(os.sched_getaffinity(0)) - 3))
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rows", type=int, default=1, help="tokens in a step, 1 to 8 (default 1)")
     parser.add_argument("--own-weights", action="store_true", help="ranks copy their rows, as with --host-weights copy")
     parser.add_argument("--only", help="names of placements, with commas between")
     arguments = parser.parse_args()
@@ -102,8 +107,8 @@ def main() -> None:
         f"{file.name}: host reads {speed.host / 1e9:.1f} GB/s with {arguments.processes} processes, card"
         f" {speed.card / 1e9:.0f} GB/s"
     )
-    tokens = np.random.default_rng(1).integers(1, 1000, arguments.depth + arguments.steps)
-    whole = 0.0
+    tokens = np.random.default_rng(1).integers(1, 1000, arguments.depth + arguments.steps * arguments.rows)
+    whole, rows = 0.0, arguments.rows
     wanted = arguments.only.split(",") if arguments.only else None
     for name, tiers in placements(program).items():
         if wanted and name not in wanted:
@@ -113,7 +118,12 @@ def main() -> None:
         assert expected is not None
         for timed in (False, True):
             begun = time.perf_counter()
-            sizes = {"context": 1024, "slots": 2, "prompt_block": 64, "processes": arguments.processes}
+            sizes = {
+                "context": max(1024, len(tokens)),
+                "slots": 2,
+                "prompt_block": 64,
+                "processes": arguments.processes,
+            }
             sizes |= {"own_weights": arguments.own_weights}
             pool = CardPool.start(str(file), program, tiers=tiers if layers else None, time_legs=timed, **sizes)
             try:
@@ -121,16 +131,20 @@ def main() -> None:
                 pool.step(rows_of(tokens[: arguments.depth], out="last"))
                 pool.step_legs()
                 if timed:
-                    print(legs_of(pool, tokens, arguments.depth, expected, layers), flush=True)
+                    print(legs_of(pool, tokens, arguments.depth, rows, expected, layers), flush=True)
                     continue
-                seconds = run_steps(pool, tokens, arguments.depth)
+                seconds = run_steps(pool, tokens, arguments.depth, rows)
             finally:
                 pool.close()
             median = float(np.median(seconds))
             whole = whole or median
+            seen = (
+                f", predicted {1e3 * expected.seconds:.3f}, bound {1e3 * expected.bound_seconds:.3f}"
+                if rows == 1
+                else ""
+            )
             print(
-                f"{name:16} {1e3 * median:7.3f} ms a step (p90 {1e3 * np.quantile(seconds, 0.9):.3f}), predicted"
-                f" {1e3 * expected.seconds:.3f}, bound {1e3 * expected.bound_seconds:.3f};"
+                f"{name:16} {1e3 * median:7.3f} ms a step (p90 {1e3 * np.quantile(seconds, 0.9):.3f}){seen};"
                 f" {1e6 * (median - whole) / (len(layers) or 1):6.1f} us a layer more than whole;"
                 f" started in {started:.1f} s",
                 flush=True,

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from card_stand import need_card
 from conftest import left_behind, program, start_daemon, stop_daemon
+from deepseek_data import figures41, tiny4, tiny41
 from oracle_data import TRAINED, figures, host_band, quantised_file, self_divergence, trained_file
 from pool_kit import worker_environment
 from running import evaluate, greedy, rows_of
@@ -45,6 +46,7 @@ from bloomery.runtime.requests import GenerationRequest
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 SHARES = (0.0, 0.3, 1.0)
 STRESS_SECONDS = 10.0
+DEEPSEEK_BAND = 1e-5  # relative rms at each position, as on the host
 PROMPT = "func (r *Reader) Read"
 
 
@@ -129,6 +131,24 @@ def test_tiny_models_stay_in_the_band_and_repeat_bit_for_bit(name: str) -> None:
         assert result.kl_median <= median and result.kl_mean <= mean, share
 
 
+@pytest.mark.parametrize("name", ("tiny-deepseek41-a", "deepseek4-F32"))
+def test_deepseek_at_any_placement(name: str) -> None:
+    """With n-gram tables, windows and compressed rows beside hand-offs: the figures of the publisher's program, rows
+    alone and in groups bit for bit, and slots that go on from another's rows."""
+    stored = figures41(name)
+    path, tokens = (tiny41("a", "f32"), stored["ids"]) if "41" in name else (tiny4(), stored["tokens"])
+    for share in SHARES:
+        with card_pool(path, share, cache_type="f32", deterministic=True) as pool:
+            first = evaluate(pool, tokens)
+            assert divergence(stored["logits"], first).relative_rms_max < DEEPSEEK_BAND, share
+            assert (evaluate(pool, tokens, slot=1) == first).all(), "replay differs"
+            assert (evaluate(pool, tokens[:6], block=1) == first[:6]).all(), "single rows differ from groups"
+            kept = pool.snapshot(1, len(tokens))
+            pool.restore(0, kept)
+            one = pool.step(rows_of(tokens[-1:], slot=1, start=len(tokens))).logits.copy()
+            assert (pool.step(rows_of(tokens[-1:], slot=0, start=len(tokens))).logits == one).all(), share
+
+
 @pytest.mark.parametrize("name", ("qwen3moe-Q4_K_M", "deepseek2-v3-Q3_K_M", "deepseek2-lite-Q8_0"))
 def test_blocks_whose_experts_come_from_the_host_are_those_of_a_whole_card(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -176,17 +196,18 @@ def free_on_card() -> int:
     return max(card.free for card in probe_cards())
 
 
-def test_a_daemon_serves_plan_a_and_replaces_its_worker() -> None:
+@pytest.mark.parametrize("demo", ("tiny-qwen3moe", "tiny-deepseek41"))
+def test_a_daemon_serves_plan_a_and_replaces_its_worker(demo: str) -> None:
     """Whole on the card, then with half of the experts on the host: same tokens as plan cpu; kill -9 of the card's
     worker ends the running request with worker_lost, the card's memory comes back, the next answer is the same."""
-    reference = start_daemon("--demo", "tiny-qwen3moe", "--plan", "cpu", "--parallel", "2", "--ctx", "512")
+    reference = start_daemon("--demo", demo, "--plan", "cpu", "--parallel", "2", "--ctx", "512")
     try:
         wanted = generate(reference.endpoint)
     finally:
         stop_daemon(reference)
-    with ModelFile.open(demo_model_path("tiny-qwen3moe")) as model:
+    with ModelFile.open(demo_model_path(demo)) as model:
         plan = make_plan(
-            DaemonConfig(str(demo_model_path("tiny-qwen3moe")), plan="a", context=512, slots=2),
+            DaemonConfig(str(demo_model_path(demo)), plan="a", context=512, slots=2),
             build_program(model),
             machine_room("a"),
         )
@@ -195,7 +216,7 @@ def test_a_daemon_serves_plan_a_and_replaces_its_worker() -> None:
     before = free_on_card()
     for arguments in ((), ("--card-memory", str(half))):
         daemon = start_daemon(
-            "--demo", "tiny-qwen3moe", "--plan", "a", "--parallel", "2", "--ctx", "512", "--threads", "3", *arguments
+            "--demo", demo, "--plan", "a", "--parallel", "2", "--ctx", "512", "--threads", "3", *arguments
         )
         try:
             assert daemon.ready["plan"] == "a" and daemon.ready["executor"] == "card"

@@ -116,11 +116,10 @@ def test_attention() -> None:
     close(np.concatenate(found), expected(program, rows_of(tokens), outs)[0], 2e-3)
 
 
-@pytest.mark.parametrize("heads, kv, width", ((16, 2, 128), (5, 1, 64)))
-def test_attention_of_a_step(heads: int, kv: int, width: int) -> None:
-    """Rows over several splits and slots, few blocks for them, beside garbage in the cache; a row alone and among
-    others gives the same bits. The band is that of keys, values and queries in f16."""
-    n = 140
+@pytest.mark.parametrize("heads, kv, width, n", ((16, 2, 128, 140), (5, 1, 64, 260)))
+def test_attention_of_a_step(heads: int, kv: int, width: int, n: int) -> None:
+    """Rows over several splits, joined in one run or two, few blocks for them, beside garbage in the cache; a row alone
+    and among others gives the same bits. The band is that of keys, values and queries in f16."""
     bench = Bench()
     q, k, v = (bench.input(name, random((64, w * width), w)) for name, w in (("q", heads), ("k", kv), ("v", kv)))
     for name in ("keys", "values"):
@@ -130,13 +129,13 @@ def test_attention_of_a_step(heads: int, kv: int, width: int) -> None:
     op = Attention("attention", queries, outs, "keys", "values", kv, width, width, 2 * width**-0.5)
     program = bench.program(CacheWrite("write keys", k, "keys"), CacheWrite("write values", v, "values"), op)
     tokens = np.random.default_rng(SEED).integers(0, 64, n)
-    card = EmulatedCard(program, context=192)
+    card = EmulatedCard(program, context=320)
     card.multiprocessors = 1
     for area in ("cache keys", "cache values"):
         card.areas[area][:] = 0xFF
     for first in range(0, n - 3, 137):
         card.run(rows_of(tokens[first : first + 137], slot=1, start=first), block=True)
-    wanted = expected(program, rows_of(tokens), outs, context=192)[0]
+    wanted = expected(program, rows_of(tokens), outs, context=320)[0]
     launches = card.run(rows_of(tokens[-3:], slot=1, start=n - 3), block=False)
     assert f"attend_cores_{width}" in {launch.kernel.function for launch in launches}
     together = card.read(outs, 3)

@@ -218,6 +218,39 @@ def test_attention(kind: str, cache_type: str) -> None:
             close(found[slot], expected(program, rows, outs)[0], band)
 
 
+@pytest.mark.parametrize("width, kv, heads", ((128, 4, 32), (64, 8, 32)))
+def test_attention_far(width: int, kv: int, heads: int) -> None:
+    """A context of more splits than a step has blocks: blocks take several at once, which are joined as they go. Four
+    rows give the bits of one."""
+    n, each = 20000, heads // kv
+    bench = Bench()
+    tables = [random((64, w * width), i) for i, w in enumerate((heads, kv, kv))]
+    q, k, v = (bench.input(name, table) for name, table in zip("qkv", tables))
+    for name in ("keys", "values"):
+        bench.states[name] = CacheState(name, kv * width)
+    out = bench.buffer("out", heads * width)
+    queries, outs = View(q.buffer, 0, width, heads, width), View(out.buffer, 0, width, heads, width)
+    op = Attention("attention", queries, outs, "keys", "values", kv, width, width, width**-0.5)
+    program = bench.program(CacheWrite("write keys", k, "keys"), CacheWrite("write values", v, "values"), op)
+    tokens = np.random.default_rng(SEED).integers(0, 64, n)
+    keys, values = (tables[i].astype(np.float16).astype(np.float64)[tokens].reshape(n, kv, width) for i in (1, 2))
+    with on_card(program, context=20480, cache_type="f16", prompt_block=2048, deterministic=False) as executor:
+        for first in range(0, n - 4, 2048):
+            last = min(first + 2048, n - 4)
+            executor.step(steps(tokens[first:last], range(first, last)))
+        executor.step(steps(tokens[-4:], range(n - 4, n)))
+        found = read(executor, outs, 4)
+        executor.step(steps(tokens[-1:], [n - 1]))
+        assert (read(executor, outs, 1)[0] == found[-1]).all()
+    for row, position in enumerate(range(n - 4, n)):
+        query = tables[0].astype(np.float16).astype(np.float64)[tokens[position]].reshape(kv, each, width)
+        scores = np.einsum("khw,pkw->khp", query, keys[: position + 1]) * width**-0.5
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        wanted = np.einsum("khp,pkw->khw", weights, values[: position + 1]).reshape(heads, width)
+        close(found[row], wanted, 1e-4)
+
+
 ROUTERS = {
     "softmax": {"gating": "softmax", "normalise": True, "scale": 1.0, "groups": 1, "groups_used": 1, "bias": False},
     "plain": {"gating": "softmax", "normalise": False, "scale": 16.0, "groups": 1, "groups_used": 1, "bias": False},

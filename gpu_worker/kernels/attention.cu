@@ -1,7 +1,8 @@
 // Causal attention over a slot's cache, split over the context.
 //
 // A split is SPLIT consecutive positions whatever the step; its softmax is relative to its own greatest score, and the
-// splits are joined in a fixed order. So a row's result depends on its position only, not on the grid.
+// splits are joined in a fixed order. So a row's result depends on its position only, not on the grid. Kernels for tensor
+// cores have runs of splits for splits, as many as `most_runs` at most.
 #include "cores.cuh"
 
 constexpr int DEPTH = 64;    // elements of keys or values staged at a time
@@ -165,9 +166,9 @@ ATTEND(f16_odd, __half, false)
 #define CORES_KERNEL(WIDTH)                                                                                            \
     extern "C" __global__ void __launch_bounds__(CORES)                                                                \
         attend_cores_##WIDTH(const int* slots, const int* positions, const float* q, word q_row, word q_head, Cache keys, \
-                             Cache values, word heads, word kv_heads, double scale, word splits, float* parts,         \
+                             Cache values, word heads, word kv_heads, double scale, word most_runs, float* parts,         \
                              float2* extremes) {                                                                       \
-        attend_by_cores<WIDTH, false>(slots, positions, q, q_row, q_head, keys, values, heads, kv_heads, scale, splits, \
+        attend_by_cores<WIDTH, false>(slots, positions, q, q_row, q_head, keys, values, heads, kv_heads, scale, most_runs, \
                                       parts, extremes, nullptr);                                                       \
     }
 CORES_KERNEL(64)
@@ -176,9 +177,9 @@ CORES_KERNEL(128)
 #define FRESH_KERNEL(WIDTH)                                                                                            \
     extern "C" __global__ void __launch_bounds__(CORES)                                                                \
         attend_fresh_##WIDTH(const int* slots, const int* positions, const float* q, word q_row, word q_head, Cache keys, \
-                             Cache values, word heads, word kv_heads, double scale, word splits, float* parts,         \
+                             Cache values, word heads, word kv_heads, double scale, word most_runs, float* parts,         \
                              float2* extremes, Fresh fresh) {                                                          \
-        attend_by_cores<WIDTH, true>(slots, positions, q, q_row, q_head, keys, values, heads, kv_heads, scale, splits, \
+        attend_by_cores<WIDTH, true>(slots, positions, q, q_row, q_head, keys, values, heads, kv_heads, scale, most_runs, \
                                      parts, extremes, &fresh);                                                         \
     }
 FRESH_KERNEL(64)
@@ -239,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(JOINERS)
     begin();
     const int row = blockIdx.y, head = blockIdx.x;
     const word at = (row * heads + head) * splits;
-    join(parts + at * value_width, extremes + at, positions[row] / SPLIT + 1, int(value_width),
+    join(parts + at * value_width, extremes + at, min(positions[row] / SPLIT + 1, int(splits)), int(value_width),
          out + row * out_row + head * out_head);
 }
 
@@ -253,7 +254,8 @@ extern "C" __global__ void __launch_bounds__(JOINERS)
     __shared__ __align__(16) float both[256];
     let_next_begin();
     const int row = blockIdx.y, which = threadIdx.x / (JOINERS / 2), head = 2 * blockIdx.x + which;
-    const int team = threadIdx.x / 128 % REAL, member = threadIdx.x % 128, count = positions[row] / SPLIT + 1;
+    const int team = threadIdx.x / 128 % REAL, member = threadIdx.x % 128;
+    const int count = min(positions[row] / SPLIT + 1, int(splits));
     parts += (row * heads + head) * splits * 128 + member, extremes += (row * heads + head) * splits;
     await_previous();
     float2 extreme[2][EACH];

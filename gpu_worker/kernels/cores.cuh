@@ -10,24 +10,37 @@ struct Cache {
     word slot_stride, row_stride;  // in elements
 };
 
-// Keys and values are WIDTH wide: positions by heads for scores, elements by heads for sums. Weights are two halves each, their rounded value and what is left, so that nothing is lost that a
-// sum in f32 would keep. CORES threads; dynamic shared memory: two stages of a split's keys and values.
+// Keys and values are WIDTH wide. A row's splits are cut into runs of consecutive ones, as evenly as they go: how many
+// depends on how far the row sees, never on the grid, so a row's result does not depend on what is computed beside it.
+// Each warp walks through a quarter of every split by itself (positions by heads for scores, elements by heads for sums),
+// relative to the greatest score that it has met; a run's four quarters are joined at its end. Weights are two halves
+// each, their rounded value and what is left, so that nothing is lost that a sum in f32 would keep. CORES threads; dynamic
+// shared memory: two stages of a split's keys and values, and the quarters' sums.
 constexpr int CORES = 128;
 constexpr int STEP_ROWS = 8;  // positions that kernels before this one may still be writing
 
 template <int WIDTH>
 DEVICE uint8_t* place_of(uint8_t* tile, int row, int chunk) { return tile + row * (2 * WIDTH) + (chunk ^ (row & 7)) * 16; }
 
+constexpr int QUARTER = SPLIT / (CORES / 32);  // positions of a split that a warp takes
+
+// A warp's quarter of a split. `seen` positions of the split are there; the others are zeros.
 template <int WIDTH>
-DEVICE void fetch_split(uint8_t* tile, const __half* rows, word row_stride, int seen) {
+DEVICE void fetch_quarter(uint8_t* tile, const __half* rows, word row_stride, int seen) {
     constexpr int ACROSS = WIDTH / 8;
+    const int lane = threadIdx.x & 31, first = threadIdx.x / 32 * QUARTER;
 #pragma unroll
-    for (int i = 0; i < SPLIT * ACROSS / CORES; ++i) {
-        const int at = threadIdx.x + i * CORES, row = at / ACROSS, chunk = at % ACROSS;
+    for (int i = 0; i < QUARTER * ACROSS / 32; ++i) {
+        const int at = lane + i * 32, row = first + at / ACROSS, chunk = at % ACROSS;
         copy_async(place_of<WIDTH>(tile, row, chunk), rows + min(row, seen - 1) * row_stride + 8 * chunk, row < seen);
     }
     commit_copies();
 }
+
+// Where a run begins: `splits` of them are cut into `runs`.
+DEVICE int run_begin(int run, int splits, int runs) { return int(word(run) * splits / runs); }
+
+DEVICE float round_to_half(float x) { return __half2float(__float2half_rn(x)); }
 
 DEVICE uint32_t as_halves(float x, float y) {
     const __half2 both = __floats2half2_rn(x, y);
@@ -107,15 +120,16 @@ struct Preparation {
 
 template <int WIDTH, bool FRESH>
 DEVICE void attend_by_cores(const int* slots, const int* positions, const float* q, word q_row, word q_head, Cache keys,
-                            Cache values, word heads, word kv_heads, double scale, word splits, float* parts,
+                            Cache values, word heads, word kv_heads, double scale, word most_runs, float* parts,
                             float2* extremes, const Fresh* fresh) {
     DYNAMIC_SHARED(uint8_t, memory);
-    constexpr int TILE = SPLIT * WIDTH * 2, PARTS = CORES / 32, ELEMENTS = WIDTH / PARTS, ACROSS = WIDTH / 8;
-    __shared__ float tops[PARTS][HEADS], sums[PARTS][HEADS];
-    __shared__ __align__(16) __half high[HEADS][SPLIT + 8], low[HEADS][SPLIT + 8];
+    constexpr int TILE = SPLIT * WIDTH * 2, WARPS = CORES / 32, ACROSS = WIDTH / 8, TOTALS = WIDTH + 4;
+    __shared__ float tops[WARPS][HEADS], sums[WARPS][HEADS];
+    float* totals = reinterpret_cast<float*>(memory + 4 * TILE);  // [WARPS][HEADS][TOTALS]
     let_next_begin();
     const int row = blockIdx.z, position = positions[row], lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-    if (blockIdx.x * SPLIT > position) return await_previous();
+    const int splits = position / SPLIT + 1, runs = min(splits, int(most_runs));
+    if (int(blockIdx.x) >= runs) return await_previous();
     const int shared_by = int(heads / kv_heads), batches = (shared_by + HEADS - 1) / HEADS;
     const int group = blockIdx.y / batches, first = group * shared_by + blockIdx.y % batches * HEADS;
     const int count = min(HEADS, (group + 1) * shared_by - first);
@@ -124,22 +138,24 @@ DEVICE void attend_by_cores(const int* slots, const int* positions, const float*
     auto fetch = [&](int split, int stage) {
         const int start = split * SPLIT, seen = min(SPLIT, position + 1 - start);
         uint8_t* tile = memory + stage * 2 * TILE;
-        fetch_split<WIDTH>(tile, key + start * keys.row_stride, keys.row_stride, seen);
-        fetch_split<WIDTH>(tile + TILE, value + start * values.row_stride, values.row_stride, seen);
+        fetch_quarter<WIDTH>(tile, key + start * keys.row_stride, keys.row_stride, seen);
+        fetch_quarter<WIDTH>(tile + TILE, value + start * values.row_stride, values.row_stride, seen);
     };
-    const bool early = (int(blockIdx.x) + 1) * SPLIT + STEP_ROWS <= position + 1;
-    if (early) fetch(blockIdx.x, 0);
+    int run = blockIdx.x, split = run_begin(run, splits, runs), end = run_begin(run + 1, splits, runs);
+    const bool early = (split + 1) * SPLIT + STEP_ROWS <= position + 1;
+    if (early) fetch(split, 0);
     await_previous();
     Preparation<WIDTH> preparation;  // asks for its rows before the cache's, which take longer
     if (FRESH) preparation.load(*fresh, q + first * q_head, q_head, count, fresh->key + group * fresh->key_head);
-    if (!early) fetch(blockIdx.x, 0);
+    if (!early) fetch(split, 0);
 
     const int mine = lane / 4, pair = 2 * (lane & 3);  // row and column of a lane's part of a matrix
     uint32_t queries[WIDTH / 16][2] = {};
     const float* head = q + row * q_row + (first + mine) * q_head + pair;
-    // the step's own key and value, as the cache has them; whose block has their split and is the group's first writes them
-    const bool adds = FRESH && position / SPLIT % int(gridDim.x) == int(blockIdx.x);
-    const int chunk = FRESH ? (int(threadIdx.x) - position % SPLIT * ACROSS) & (CORES - 1) : 0;  // of what was copied here
+    // the step's own key and value, as the cache has them; whose block has their run and is the group's first writes them
+    const bool adds = FRESH && (runs - 1) % int(gridDim.x) == int(blockIdx.x);
+    const int slot = position % SPLIT;  // `chunk` of the row there is what this thread copies of it
+    const int chunk = FRESH && slot / QUARTER == warp ? (lane - slot % QUARTER * ACROSS) & 31 : ACROSS;
     uint4 own[2] = {};
     if constexpr (FRESH) {
         __shared__ __align__(16) float made[HEADS + 1][WIDTH + 4];
@@ -164,9 +180,9 @@ DEVICE void attend_by_cores(const int* slots, const int* positions, const float*
         }
     }
     // Over what was copied of the step's own row: by the thread that copied it, once its copies are there.
-    auto put_own = [&](uint8_t* tile, int split, int which) {
-        if (FRESH && adds && split == position / SPLIT && chunk < ACROSS)
-            *reinterpret_cast<uint4*>(place_of<WIDTH>(tile, position % SPLIT, chunk)) = own[which];
+    auto put_own = [&](uint8_t* tile, int of, int which) {
+        if (FRESH && of == splits - 1 && chunk < ACROSS)
+            *reinterpret_cast<uint4*>(place_of<WIDTH>(tile, slot, chunk)) = own[which];
     };
     if (mine < count) {
 #pragma unroll
@@ -176,91 +192,105 @@ DEVICE void attend_by_cores(const int* slots, const int* positions, const float*
         }
     }
 
-    int stage = 0;
-    for (int split = blockIdx.x; split * SPLIT <= position; split += gridDim.x, stage ^= 1) {
-        const int seen = min(SPLIT, position + 1 - split * SPLIT), next = split + int(gridDim.x);
-        if (next * SPLIT <= position)
+    float top[2] = {-INFINITY, -INFINITY}, sum[2] = {}, out[WIDTH / 16][4] = {};  // of heads `pair` and the next
+    for (int stage = 0; run < runs; stage ^= 1) {
+        int next = split + 1, next_run = run, next_end = end;
+        if (next == end) {
+            next_run = run + int(gridDim.x);
+            next = run_begin(next_run, splits, runs), next_end = run_begin(next_run + 1, splits, runs);
+        }
+        if (next_run < runs)
             fetch(next, stage ^ 1);
         else
             commit_copies(), commit_copies();
+        const int seen = min(SPLIT, position + 1 - split * SPLIT);
         uint8_t* tile = memory + stage * 2 * TILE;
         await_copies<3>();
         put_own(tile, split, 0);
-        __syncthreads();
-        float score[4] = {};  // positions `mine` and eight more of the warp's 16, heads `pair` and the next
+        __syncwarp();
+        float part[2][4] = {};  // positions `mine` and eight more of the warp's, heads `pair` and the next
 #pragma unroll
         for (int k = 0; k < WIDTH / 16; ++k) {
             uint32_t a[4];
-            load_matrices<false>(a, place_of<WIDTH>(tile, 16 * warp + (lane & 15), 2 * k + (lane >> 4)));
-            multiply_f16(score, a, queries[k][0], queries[k][1]);
+            load_matrices<false>(a, place_of<WIDTH>(tile, QUARTER * warp + (lane & 15), 2 * k + (lane >> 4)));
+            multiply_f16(part[k & 1], a, queries[k][0], queries[k][1]);
         }
-        float top[2] = {-INFINITY, -INFINITY}, sum[2] = {};
+        uint32_t weights[2][2];  // rounded, left; positions `mine` and eight more
+        float score[4], kept[2];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            score[e] = 16 * warp + mine + 8 * (e / 2) < seen ? score[e] * float(scale) : -INFINITY;
-            top[e & 1] = fmaxf(top[e & 1], score[e]);
-        }
+        for (int e = 0; e < 4; ++e)
+            score[e] = QUARTER * warp + mine + 8 * (e / 2) < seen ? (part[0][e] + part[1][e]) * float(scale) : -INFINITY;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
+            float greatest = fmaxf(score[h], score[h + 2]);
 #pragma unroll
             for (int distance = 16; distance > 2; distance >>= 1)
-                top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], distance));
-            if (mine == 0) tops[warp][pair + h] = top[h];
-        }
-        __syncthreads();
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-#pragma unroll
-            for (int w = 0; w < PARTS; ++w) top[h] = fmaxf(top[h], tops[w][pair + h]);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            const float weight = expf(score[e] - top[e & 1]);
-            const __half rounded = __float2half_rn(weight);
-            const int at = 16 * warp + mine + 8 * (e / 2);
-            high[pair + (e & 1)][at] = rounded;
-            low[pair + (e & 1)][at] = __float2half_rn(weight - __half2float(rounded));
-            sum[e & 1] += weight;
+                greatest = fmaxf(greatest, __shfl_xor_sync(~0u, greatest, distance));
+            greatest = fmaxf(greatest, top[h]);
+            const float relative = greatest == -INFINITY ? 0.0f : greatest;  // a warp may have seen nothing yet
+            kept[h] = expf(top[h] - relative), top[h] = greatest;
+            score[h] = expf(score[h] - relative), score[h + 2] = expf(score[h + 2] - relative);
+            sum[h] = fmaf(sum[h], kept[h], score[h] + score[h + 2]);
         }
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
+        for (int i = 0; i < 2; ++i) {
+            const float x = score[2 * i], y = score[2 * i + 1];
+            weights[0][i] = transpose_matrix(as_halves(x, y));
+            weights[1][i] = transpose_matrix(as_halves(x - round_to_half(x), y - round_to_half(y)));
+        }
+        if (__any_sync(~0u, kept[0] != 1.0f || kept[1] != 1.0f)) {
 #pragma unroll
-            for (int distance = 16; distance > 2; distance >>= 1) sum[h] += __shfl_xor_sync(~0u, sum[h], distance);
-            if (mine == 0) sums[warp][pair + h] = sum[h];
+            for (int t = 0; t < WIDTH / 16; ++t)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) out[t][e] *= kept[e & 1];
         }
         await_copies<2>();
         put_own(tile + TILE, split, 1);
-        __syncthreads();
-        if (threadIdx.x < count) {
-            const int h = threadIdx.x;
-            float whole = 0.0f, greatest = -INFINITY;
+        __syncwarp();
 #pragma unroll
-            for (int w = 0; w < PARTS; ++w) whole += sums[w][h], greatest = fmaxf(greatest, tops[w][h]);
-            extremes[(row * heads + first + h) * splits + split] = make_float2(greatest, whole);
+        for (int t = 0; t < WIDTH / 16; ++t) {
+            uint32_t a[4];
+            const int position_row = QUARTER * warp + (lane >> 4) * 8 + (lane & 7);
+            load_matrices<true>(a, place_of<WIDTH>(tile + TILE, position_row, 2 * t + (lane >> 3 & 1)));
+            multiply_f16(out[t], a, weights[0][0], weights[0][1]);
+            multiply_f16(out[t], a, weights[1][0], weights[1][1]);
         }
+        __syncwarp();  // before the next copies to this stage
+        if (next_run != run) {
+            // the run's end: quarters relative to the greatest of their scores, summed in order
 #pragma unroll
-        for (int t = 0; t < ELEMENTS / 16; ++t) {
-            const int element = warp * ELEMENTS + 16 * t;
-            float out[4] = {};
+            for (int h = 0; h < 2; ++h) {
 #pragma unroll
-            for (int k = 0; k < SPLIT; k += 16) {
-                uint32_t a[4], b[2][2];
-                load_matrices<true>(a, place_of<WIDTH>(tile + TILE, k + (lane >> 4) * 8 + (lane & 7),
-                                                       element / 8 + (lane >> 3 & 1)));
+                for (int distance = 16; distance > 2; distance >>= 1) sum[h] += __shfl_xor_sync(~0u, sum[h], distance);
+                if (mine == 0) tops[warp][pair + h] = top[h], sums[warp][pair + h] = sum[h];
+            }
+            float* total = totals + warp * HEADS * TOTALS;
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    memcpy(&b[0][i], &high[mine][k + 8 * i + pair], 4);
-                    memcpy(&b[1][i], &low[mine][k + 8 * i + pair], 4);
+            for (int t = 0; t < WIDTH / 16; ++t)
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    total[(pair + (e & 1)) * TOTALS + 16 * t + mine + 8 * (e / 2)] = out[t][e], out[t][e] = 0.0f;
+            __syncthreads();
+#pragma unroll
+            for (int h = 0; h < 2; ++h) top[h] = -INFINITY, sum[h] = 0.0f;
+            for (int at = threadIdx.x; at < count * WIDTH; at += CORES) {
+                const int h = at / WIDTH, v = at % WIDTH;
+                float greatest = -INFINITY, whole = 0.0f, all = 0.0f;
+#pragma unroll
+                for (int w = 0; w < WARPS; ++w) greatest = fmaxf(greatest, tops[w][h]);
+#pragma unroll
+                for (int w = 0; w < WARPS; ++w) {
+                    const float share = expf(tops[w][h] - greatest);
+                    whole = fmaf(share, totals[(w * HEADS + h) * TOTALS + v], whole);
+                    all = fmaf(share, sums[w][h], all);
                 }
-                multiply_f16(out, a, b[0][0], b[0][1]);
-                multiply_f16(out, a, b[1][0], b[1][1]);
+                const word place = (row * heads + first + h) * most_runs + run;
+                parts[place * WIDTH + v] = whole;
+                if (v == 0) extremes[place] = make_float2(greatest, all);
             }
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int h = pair + (e & 1), at = element + mine + 8 * (e / 2);
-                if (h < count) parts[((row * heads + first + h) * splits + split) * WIDTH + at] = out[e];
-            }
+            __syncthreads();
         }
-        __syncthreads();
+        run = next_run, split = next, end = next_end;
     }
     await_copies<0>();
 }

@@ -70,6 +70,14 @@ DEVICE void load_matrices(uint32_t (&out)[4], const void* row) {
                      : "memory");
 }
 
+// A matrix of 8 x 8 halves, of which lane l has the elements (l / 4, 2 (l % 4)) and the next one: what it has of the
+// transposed one.
+DEVICE uint32_t transpose_matrix(uint32_t x) {
+    uint32_t out;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(x));
+    return out;
+}
+
 // d (16 x 8, f32) += a (16 x 16, f16) * b (16 x 8, f16), in the layout of mma.m16n8k16.
 DEVICE void multiply_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm volatile(

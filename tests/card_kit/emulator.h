@@ -271,6 +271,7 @@ inline unsigned __ballot_sync(unsigned, bool mine) {
         return all;
     });
 }
+inline int __any_sync(unsigned mask, bool mine) { return __ballot_sync(mask, mine) != 0; }
 inline unsigned __reduce_max_sync(unsigned, unsigned value) {
     return emulated::exchange(value, [](int, auto in) {
         unsigned best = in(0);
@@ -386,6 +387,19 @@ void load_matrices(uint32_t (&out)[4], const void* row) {
                     TRANSPOSED ? element(m, c, r) | element(m, c + 1, r) << 16 : element(m, r, c) | element(m, r, c + 1) << 16;
             }
     });
+}
+inline uint32_t transpose_matrix(uint32_t x) {
+    struct Part {
+        uint32_t in, out;
+    } part{x, 0};
+    emulated::together(&part, [](void** lanes) {
+        auto element = [&](int r, int c) { return static_cast<Part*>(lanes[4 * r + c / 2])->in >> 16 * (c % 2) & 0xFFFF; };
+        for (int lane = 0; lane < 32; ++lane) {
+            const int r = lane / 4, c = lane % 4 * 2;
+            static_cast<Part*>(lanes[lane])->out = element(c, r) | element(c + 1, r) << 16;
+        }
+    });
+    return part.out;
 }
 inline void multiply_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     struct Part {
