@@ -184,7 +184,8 @@ def joined_experts(lowering: Lowering, op: RoutedExperts) -> bool:
 
 def open_and_close(lowering: Lowering, shared: Shared, scored: tuple[int, ...], add: Add | None) -> None:
     """silu(gate) * up of every item; then down's products, their inputs rounded and their sums formed meanwhile. Each
-    has a block more for the hand-off's half that it takes in."""
+    has a block more for the hand-off's half that it takes in, but no more than the card holds at a time: one too many
+    begins when the others are done."""
     op = shared.experts
     rows, used, inputs, outputs = lowering._count(op.x), op.ids.elements, op.x.elements, op.out.elements
     hidden, experts = lowering.program.weights[op.gate].shape[1:]
@@ -193,9 +194,10 @@ def open_and_close(lowering: Lowering, shared: Shared, scored: tuple[int, ...], 
     up = lowering._weight(op.up, inputs, hidden, experts)[0]
     x = lowering.form_of(kind, op.x)
     opened = lowering.context.scratch("gate", lowering._room(op.x) * used * hidden * 4)
-    most = max(1, _OPENERS_EACH * lowering.context.multiprocessors // max(1, rows * used))
+    sends, lands = int(shared.send is not None), int(shared.receive is not None)
+    most = max(1, _OPENERS_EACH * lowering.context.multiprocessors // max(1, rows * used) - sends)
     sets = blocks(2 * hidden, max(2, rows_of_warp(kind, inputs)))
-    grid = (min(blocks(sets, _OPENERS), most) + (shared.send is not None), used, rows)
+    grid = (min(blocks(sets, _OPENERS), most) + sends, used, rows)
     places = (gate, up, opened, hidden, hidden, x.values, x.scales, x.stride)
     words = (*places, *ids, *mix, used, slots, inputs, row_bytes, float_word(op.limit), *scored)
     words = (*words, *sending(lowering, shared.send))
@@ -204,15 +206,14 @@ def open_and_close(lowering: Lowering, shared: Shared, scored: tuple[int, ...], 
     down, kind, row_bytes = lowering._weight(op.down, hidden, outputs, experts)
     together = rows_of_warp(kind, hidden)
     sets = blocks(outputs, together)
-    closers = min(sets, max(1, blocks(_CLOSERS * lowering.context.multiprocessors, rows or 1)))
+    closers = min(sets, max(1, blocks(_CLOSERS * lowering.context.multiprocessors, rows or 1) - lands))
     words = (down, *lowering._row(op.out), outputs, opened, hidden, *ids, *mix, used, slots, hidden, row_bytes)
     ring = ring_bytes(lowering.program.weights[op.down].quant_type)
     each = together * blocks(sets, closers)
     memory = used * (ring + hidden // 4 * 5 + 4 * each)
     lowering.label = f"{op.name} & {add.name}" if add else op.name
     words = (*words, each, *residual(lowering, add), *landing(lowering, shared.receive))
-    across = closers + (shared.receive is not None)
-    lowering.emit("matmul", "close_experts", (across, rows), 32 * used, *words, kind=kind, shared=memory)
+    lowering.emit("matmul", "close_experts", (closers + lands, rows), 32 * used, *words, kind=kind, shared=memory)
 
 
 def separate_experts(lowering: Lowering, op: RoutedExperts) -> None:

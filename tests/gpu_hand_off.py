@@ -25,7 +25,7 @@ from bloomery.runtime.bandwidth_probe import ReadCeiling
 from bloomery.runtime.card_pool import CardPool
 from bloomery.runtime.card_probe import probe_cards
 from bloomery.runtime.expert_tiers import ExpertTiers
-from bloomery.runtime.leg_times import leg_figures
+from bloomery.runtime.leg_times import BEGUN, SEEN, SENT, leg_figures
 from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.program import Program
 from bloomery.runtime.step_prediction import Bandwidth, Prediction, predict
@@ -77,11 +77,16 @@ def legs_of(
     found = leg_figures(legs, host.tolist())
     trip, far = 1e6 * np.quantile(found.round_trips, (0.5, 0.99))
     wait, long = 1e6 * np.quantile(found.waits, (0.5, 0.99))
+    made = np.array([np.count_nonzero(step.hand_offs[:, SENT]) for step in legs])
+    waited = np.array([np.maximum(step.hand_offs[:, SEEN] - step.hand_offs[:, BEGUN], 0).sum() for step in legs])
+    own = np.array([step.card_ns for step in legs]) - waited
+    each, none = np.polyfit(made, own, 1) if made.min() < made.max() else (0.0, float(own.mean()))
     rate = f" ({expected.host_bytes / max(found.host, 1e-9) / 1e9:.1f} GB/s)" if rows == 1 else ""
     return (
         f"{'':16} card {1e3 * found.card:.3f} ms, wait {1e3 * found.wait:.3f}, host {1e3 * found.host:.3f}{rate};"
         f" exchange {trip:.1f} us p50, {far:.1f} p99;"
-        f" wait {wait:.1f} us p50, {long:.1f} p99; bound of these legs {1e3 * found.bound:.3f} ms"
+        f" wait {wait:.1f} us p50, {long:.1f} p99; bound of these legs {1e3 * found.bound:.3f} ms;"
+        f" {made.mean():.2f} hand-offs made a step; card alone {1e-6 * none:.3f} ms, {1e-3 * each:.1f} us for each made"
     )
 
 
