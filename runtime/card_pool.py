@@ -242,10 +242,13 @@ class CardPool:
         """See StepExecutor. ValueError for rows that do not fit the pool and for a slot that cannot go on there."""
         if not self._stepping:
             self.announce()
-        seconds, done = 0.0, 0
+        seconds, done, results = 0.0, 0, self._results
         try:
             check_rows(rows, self, self._program.vocabulary)
-            for part, block in _parts(rows, self._group_rows, self._least_block):
+            parts = list(_parts(rows, self._group_rows, self._least_block))
+            if len(parts) == 1:
+                results = self._shared
+            for part, block in parts:
                 alone = block and len(part.tokens) >= self._alone_rows
                 if self._aborted:
                     raise StepAborted(f"aborted before row {part.positions[0]}")
@@ -254,14 +257,14 @@ class CardPool:
                     each = replace(legs, card_ns=legs.card_ns // (1 + part.ahead))
                     self._step_legs += [each] * (1 + part.ahead)
                 wanted = len(part.out_rows) * (1 + part.ahead)
-                if self._results is not self._shared:
-                    for kept, shared in zip(self._results, self._shared, strict=True):
+                if results is not self._shared:
+                    for kept, shared in zip(results, self._shared, strict=True):
                         kept[done : done + wanted] = shared[:wanted]
                 done += wanted
         finally:
             with self._runner.announced():
                 self._stepping = False
-        logits, greedy, *hidden = (array[:done] for array in self._results)
+        logits, greedy, *hidden = (array[:done] for array in results)
         return StepResult(logits, greedy, seconds, hidden[0] if hidden else None)
 
     def most_ahead(self, rows: int) -> int:

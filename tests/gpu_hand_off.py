@@ -3,14 +3,15 @@
     python tests/gpu_hand_off.py FILE.gguf | --synthetic TEMPLATE --layers N --mix MIX [--own-weights] [--only NAMES]
 
 One expert of each layer on the host shows what a hand-off itself costs: the host seldom has anything to do; with
---rows 8 it often has, and the card has other work meanwhile. Each placement is run twice, the second time with a clock
-in every hand-off: the exchange is from the card's flag to its sight of every rank's, the wait what of it the card had
-nothing else to do in.
+--rows 8 it often has, and the card has other work meanwhile. Each placement takes turns with the whole model on the
+card, and is then run with a clock in every hand-off: the exchange is from the card's flag to its sight of every rank's,
+the wait what of it the card had nothing else to do in.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.program import Program
 from bloomery.runtime.step_prediction import Bandwidth, Prediction, predict
 from bloomery.runtime.synthetic_file import synthetic_file
+
+ROUNDS, WAKING = 5, 5
 
 
 def placements(program: Program) -> dict[str, ExpertTiers]:
@@ -58,6 +61,19 @@ def run_steps(pool: CardPool, tokens: NDArray[np.int64], depth: int, rows: int) 
     return seconds
 
 
+def in_turns(
+    pools: Sequence[CardPool], tokens: NDArray[np.int64], depth: int, rows: int, each: int
+) -> NDArray[np.float64]:
+    """(2, pools, ROUNDS): medians and means of a step's seconds, `each` tokens a round, whose first wake all up."""
+    found = np.empty((2, len(pools), ROUNDS))
+    for number in range(ROUNDS):
+        first, last = depth + number * each, depth + (number + 1) * each
+        for which, pool in enumerate(pools):
+            seconds = run_steps(pool, tokens[:last], first, rows)[WAKING:]
+            found[:, which, number] = np.median(seconds), np.mean(seconds)
+    return found
+
+
 def host_seconds(pool: CardPool, hand_offs: int) -> NDArray[np.float64]:
     """Seconds that a rank has worked for each hand-off since the pool began, its barriers included."""
     found = [kernel + barrier for name, (kernel, barrier) in pool.op_seconds().items() if name.endswith("experts")]
@@ -72,7 +88,7 @@ def legs_of(
     steps = len(run_steps(pool, tokens, depth, rows))
     legs = pool.step_legs()
     if not layers:
-        return f"{'':16} card {1e-6 * float(np.mean([step.card_ns for step in legs])):.3f} ms"
+        return f"card {1e-6 * float(np.mean([step.card_ns for step in legs])):.3f} ms"
     host = (host_seconds(pool, len(layers)) - before) / steps
     found = leg_figures(legs, host.tolist())
     trip, far = 1e6 * np.quantile(found.round_trips, (0.5, 0.99))
@@ -83,7 +99,7 @@ def legs_of(
     each, none = np.polyfit(made, own, 1) if made.min() < made.max() else (0.0, float(own.mean()))
     rate = f" ({expected.host_bytes / max(found.host, 1e-9) / 1e9:.1f} GB/s)" if rows == 1 else ""
     return (
-        f"{'':16} card {1e3 * found.card:.3f} ms, wait {1e3 * found.wait:.3f}, host {1e3 * found.host:.3f}{rate};"
+        f"card {1e3 * found.card:.3f} ms, wait {1e3 * found.wait:.3f}, host {1e3 * found.host:.3f}{rate};"
         f" exchange {trip:.1f} us p50, {far:.1f} p99;"
         f" wait {wait:.1f} us p50, {long:.1f} p99; bound of these legs {1e3 * found.bound:.3f} ms;"
         f" {made.mean():.2f} hand-offs made a step; card alone {1e-6 * none:.3f} ms, {1e-3 * each:.1f} us for each made"
@@ -112,48 +128,42 @@ def main() -> None:
         f"{file.name}: host reads {speed.host / 1e9:.1f} GB/s with {arguments.processes} processes, card"
         f" {speed.card / 1e9:.0f} GB/s"
     )
-    tokens = np.random.default_rng(1).integers(1, 1000, arguments.depth + arguments.steps * arguments.rows)
-    whole, rows = 0.0, arguments.rows
+    rows, each = arguments.rows, arguments.steps * arguments.rows // ROUNDS
+    tokens = np.random.default_rng(1).integers(1, 1000, arguments.depth + ROUNDS * each)
     wanted = arguments.only.split(",") if arguments.only else None
-    for name, tiers in placements(program).items():
-        if wanted and name not in wanted:
-            continue
-        layers = tiers.host_layers
-        expected = predict(program, tiers, speed, position=arguments.depth, cache_bytes=2)
-        assert expected is not None
-        for timed in (False, True):
-            begun = time.perf_counter()
-            sizes = {
-                "context": max(1024, len(tokens)),
-                "slots": 2,
-                "prompt_block": 64,
-                "processes": arguments.processes,
-            }
-            sizes |= {"own_weights": arguments.own_weights}
-            pool = CardPool.start(str(file), program, tiers=tiers if layers else None, time_legs=timed, **sizes)
-            try:
-                started = time.perf_counter() - begun
-                pool.step(rows_of(tokens[: arguments.depth], out="last"))
-                pool.step_legs()
-                if timed:
-                    print(legs_of(pool, tokens, arguments.depth, rows, expected, layers), flush=True)
-                    continue
-                seconds = run_steps(pool, tokens, arguments.depth, rows)
-            finally:
-                pool.close()
-            median = float(np.median(seconds))
-            whole = whole or median
-            seen = (
-                f", predicted {1e3 * expected.seconds:.3f}, bound {1e3 * expected.bound_seconds:.3f}"
-                if rows == 1
-                else ""
-            )
+
+    def started(tiers: ExpertTiers, timed: bool) -> CardPool:
+        begun = time.perf_counter()
+        sizes = {"context": max(1024, len(tokens)), "slots": 2, "prompt_block": 64, "processes": arguments.processes}
+        sizes |= {"own_weights": arguments.own_weights}
+        some = tiers if tiers.host_layers else None
+        pool = CardPool.start(str(file), program, tiers=some, time_legs=timed, **sizes)
+        pool.step(rows_of(tokens[: arguments.depth], out="last"))
+        pool.step_legs()
+        print(f"{'':16} started in {time.perf_counter() - begun:.1f} s", flush=True)
+        return pool
+
+    everything, *others = [item for item in placements(program).items() if not wanted or item[0] in wanted]
+    with contextlib.closing(started(everything[1], False)) as whole:
+        for name, tiers in others:
+            with contextlib.closing(started(tiers, False)) as pool:
+                found = in_turns((whole, pool), tokens, arguments.depth, rows, each)
+            layers = len(tiers.host_layers) or 1
+            more, mean = np.median(1e6 / layers * (found[:, 1] - found[:, 0]), axis=1)
+            median = 1e3 * np.median(found[0], axis=1)
+            expected = predict(program, tiers, speed, position=arguments.depth, cache_bytes=2)
+            assert expected is not None
+            seen = f", predicted {1e3 * expected.seconds:.3f}, bound {1e3 * expected.bound_seconds:.3f}"
             print(
-                f"{name:16} {1e3 * median:7.3f} ms a step (p90 {1e3 * np.quantile(seconds, 0.9):.3f}){seen};"
-                f" {1e6 * (median - whole) / (len(layers) or 1):6.1f} us a layer more than whole;"
-                f" started in {started:.1f} s",
+                f"{name:16} {median[1]:7.3f} ms a step{seen if rows == 1 else ''}; {everything[0]} {median[0]:.3f};"
+                f" {more:.1f} us a layer more by medians, {mean:.1f} by means",
                 flush=True,
             )
+    for name, tiers in (everything, *others):
+        expected = predict(program, tiers, speed, position=arguments.depth, cache_bytes=2)
+        assert expected is not None
+        with contextlib.closing(started(tiers, True)) as pool:
+            print(f"{name:16} {legs_of(pool, tokens, arguments.depth, rows, expected, tiers.host_layers)}", flush=True)
 
 
 if __name__ == "__main__":
