@@ -15,7 +15,7 @@ from enum import IntEnum
 
 from numba import int64, njit
 
-from bloomery.cpu_experts.stage import STEP_FAILURE, STEP_OUT_ROWS, STEP_ROWS, STEP_SKIP, STEP_WORDS
+from bloomery.cpu_experts.stage import STEP_FAILURE, STEP_LAP, STEP_OUT_ROWS, STEP_ROWS, STEP_SKIP, STEP_WORDS
 from bloomery.cpu_experts.sync import (
     call_kernel,
     exchange,
@@ -31,6 +31,7 @@ from bloomery.cpu_experts.sync import (
 )
 from bloomery.runtime.step_record import (
     ABORT,
+    AHEAD,
     ALONE,
     BELL,
     DETAIL,
@@ -152,11 +153,12 @@ def _barrier(control: int, private: int, rank: int, ranks: int, target: int, ste
 
 @njit(nogil=True, cache=True)
 def _run_stages(control: int, table: int, stages: int, private: int, rank: int, ranks: int, step: int) -> int:
-    """Runs the stages of one step, or the barriers of a drill if the step has no rows. Where a kernel leaves stages out
-    progress grows by more than one, in every rank alike: nobody waits for what was left out."""
+    """Runs the stages of one lap of a step, or the barriers of a drill if the step has no rows. Where a kernel leaves
+    stages out progress grows by more than one, in every rank alike: nobody waits for what was left out."""
     own = control + RANK_LINES + rank * RANK_BYTES
     drill = load_acquire(private + POINTERS + 8 * STEP_ROWS) == 0
     count = _DRILL_BARRIERS if drill else stages
+    base = (step << STAGE_BITS) + load_acquire(private + POINTERS + 8 * STEP_LAP) * count
     times = load_acquire(private + TICKS)
     following = 0
     while following < count:
@@ -178,7 +180,7 @@ def _run_stages(control: int, table: int, stages: int, private: int, rank: int, 
                 store_release(private + POINTERS + 8 * STEP_SKIP, 0)
                 following += skipped
         computed = ticks()
-        target = (step << STAGE_BITS) | (stage + 1)
+        target = base + stage + 1
         store_release(own + PROGRESS, target)
         meets = drill or load_acquire(table + 8 * STAGE_WORDS * stage + 16) != 0
         if stage + 1 < count and ranks > 1 and meets:
@@ -245,7 +247,11 @@ def serve(control: int, record: int, table: int, stages: int, private: int, rank
         store_release(private + POINTERS + 8 * STEP_SKIP, 0)
         outcome = _COMPLETED
         if load_acquire(record + ALONE) == 0:
-            outcome = _run_stages(control, table, stages, private, rank, ranks, step)
+            for lap in range(1 + load_acquire(record + AHEAD)):
+                store_release(private + POINTERS + 8 * STEP_LAP, lap)
+                outcome = _run_stages(control, table, stages, private, rank, ranks, step)
+                if outcome != _COMPLETED:
+                    break
         _report(control, rank, load_acquire(private + REPORTERS), step, outcome)
 
 

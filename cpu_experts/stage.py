@@ -29,7 +29,8 @@ STEP_POSITIONS: Final = 4  # address of int32[R]
 STEP_OUT_INDICES: Final = 5  # address of int32[O]: indices of the wanted rows
 STEP_FAILURE: Final = 6  # set by a kernel that waited in vain for another process; the rank then leaves the step
 STEP_SKIP: Final = 7  # set by a kernel to the number of stages behind it that are left out; else 0
-STEP_WORDS: Final = 8
+STEP_LAP: Final = 8  # which lap of the step it is: 0 its own, then the steps ahead
+STEP_WORDS: Final = 9
 
 
 @dataclass(frozen=True)

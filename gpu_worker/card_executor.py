@@ -30,7 +30,7 @@ from bloomery.gpu_worker.engram_feed import EngramFeed
 from bloomery.gpu_worker.expert_stream import ExpertStream
 from bloomery.gpu_worker.hand_off_lowering import HostSide
 from bloomery.gpu_worker.kernel_functions import Kernels
-from bloomery.gpu_worker.launches import MAX_ROWS, KernelName, Launch
+from bloomery.gpu_worker.launches import MAX_ROWS, RECORD_LINES, KernelName, Launch
 from bloomery.gpu_worker.lowering import lower
 from bloomery.gpu_worker.prompt_lowering import LEAST_ROWS, lower_all, lower_prompt
 from bloomery.gpu_worker.step_ahead import ahead_launches
@@ -67,6 +67,20 @@ class _Prepared:
 
     launches: list[Launch]
     graph: Graph | None = None
+
+
+def _fill(
+    record: NDArray[np.int32],
+    tokens: NDArray[np.int32],
+    slots: NDArray[np.int32],
+    positions: NDArray[np.int32],
+    wanted: NDArray[np.int32],
+    ahead: int = 0,
+) -> None:
+    """A step record (StepAddresses), of the first of so many steps ahead."""
+    for line, values in zip(record, (tokens, slots, positions, wanted)):
+        line[: len(values)] = values
+    record[4, :2] = 0, ahead
 
 
 class CardExecutor:
@@ -162,8 +176,8 @@ class CardExecutor:
         if self._experts:
             self._experts.connect(progress)
         groups = -(-self._max_rows // MAX_ROWS) + self._max_rows // self._least_block
-        self._records = cuda.pagelocked_empty((groups, 4, MAX_ROWS), np.int32)
-        self._block_record = cuda.pagelocked_empty((4, self._max_rows if blocks else MAX_ROWS), np.int32)
+        self._records = cuda.pagelocked_empty((groups, RECORD_LINES, MAX_ROWS), np.int32)
+        self._block_record = cuda.pagelocked_empty((RECORD_LINES, self._max_rows if blocks else MAX_ROWS), np.int32)
         self._events = [cuda.Event(cuda.event_flags.DISABLE_TIMING) for _ in range(_AHEAD)]
 
     @property
@@ -294,7 +308,7 @@ class CardExecutor:
         return self._prepared[key]
 
     def most_ahead(self, rows: int) -> int:
-        if self._host or self._feed or rows > MAX_ROWS:
+        if self._feed or rows > MAX_ROWS:
             return 0
         return max(0, min(MOST_AHEAD, self._max_out_rows // rows - 1))
 
@@ -302,8 +316,7 @@ class CardExecutor:
         """Steps on each other's greedy tokens. The record goes to the card once, and its last launch of each step moves
         it on; the copies of a step's results are on the stream before the next step writes them."""
         count, record = len(rows.tokens), self._records[0]
-        for line, values in zip(record, (rows.tokens, rows.slots, rows.positions, rows.out_rows)):
-            line[:count] = values
+        _fill(record, rows.tokens, rows.slots, rows.positions, rows.out_rows, rows.ahead)
         self.card.cuda.memcpy_htod_async(self.memory.step.tokens, record, self.card.stream)
         prepared = self._prepare(count, count, advance=True)
         for number in range(rows.ahead + 1):
@@ -354,8 +367,7 @@ class CardExecutor:
                 record: NDArray[np.int32] = self._block_record
             else:
                 record, groups = self._records[groups], groups + 1
-            for line, values in zip(record, (rows.tokens[part], rows.slots[part], rows.positions[part], wanted)):
-                line[: len(values)] = values
+            _fill(record, rows.tokens[part], rows.slots[part], rows.positions[part], wanted)
             place = self.memory.prompt_step if block else self.memory.step
             cuda.memcpy_htod_async(place.tokens, record, stream)
             for table, brought in self._feed.rows.items() if self._feed else ():

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.gpu_worker.driver import Card
-from bloomery.gpu_worker.launches import MAX_ROWS, HandOffAddresses, StateAddress, StepAddresses
+from bloomery.gpu_worker.launches import MAX_ROWS, RECORD_LINES, HandOffAddresses, StateAddress, StepAddresses
 from bloomery.runtime.engram_record import engram_tables
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.expert_tiers import ExpertTiers
@@ -209,8 +209,8 @@ class CardMemory:
         self._allocations.clear()
 
     def _record(self, name: str, rows: int) -> StepAddresses:
-        record = self._allocate(name, 4 * rows * 4)
-        return StepAddresses(*(record + 4 * rows * i for i in range(4)))
+        record = self._allocate(name, RECORD_LINES * rows * 4)
+        return StepAddresses(*(record + 4 * rows * i for i in range(RECORD_LINES)))
 
     def _allocate(self, name: str, nbytes: int) -> int:
         try:

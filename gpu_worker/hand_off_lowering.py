@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from bloomery.gpu_worker.lowering import Lowering
 
 _THREADS: Final = 512
-_MOST_BROUGHT: Final = 12288  # hand_off.cu
+_MOST_BROUGHT: Final = 12288  # floats that `receive` brings at a time: what every card gives a block
 
 
 @dataclass(frozen=True)
@@ -85,18 +85,18 @@ def lower_receive(lowering: Lowering, op: HandOffReceive, add: Add | None) -> No
     count, width = lowering._count(op.x), op.x.elements
     if not count:
         return
-    words = (*lowering._row(op.x), *lowering._row(op.out), count, width, *_receiving(lowering, op), *added)
-    shared = 4 * width if count == 1 and width <= _MOST_BROUGHT else 0
-    lowering.emit("hand_off", "receive", (1,), _THREADS, *words, shared=shared)
+    fit = min(count, max(1, _MOST_BROUGHT // width))
+    words = (*lowering._row(op.x), *lowering._row(op.out), count, width, fit, *_receiving(lowering, op), *added)
+    lowering.emit("hand_off", "receive", (1,), _THREADS, *words, shared=4 * width * fit)
 
 
 def sending(lowering: Lowering, op: HandOffSend | None) -> tuple[int, ...]:
     """The Sending of hand_off.cuh; of no op: one that sends nothing."""
     if op is None:
-        return (0,) * 16
+        return (0,) * 17
     place = lowering.context.hand_off
     to = _payload(lowering, op.x)
-    ours = (place.control, place.words, place.step, place.decided)
+    ours = (place.control, place.words, place.step, place.decided, lowering.step.laps)
     which = (op.index, int(op.index == place.first), int(op.index == place.last))
     return (*lowering._row(op.x), *to.x, *to.ids, *to.mix, *ours, *which, _times(place, op.index))
 
@@ -105,14 +105,14 @@ def _receiving(lowering: Lowering, op: HandOffReceive) -> tuple[int, ...]:
     """The Receiving of hand_off.cuh."""
     place = lowering.context.hand_off
     waits = (op.index, place.ranks, place.deadline_ns)
-    ours = (place.control, place.words, place.step, place.decided, place.cut)
+    ours = (place.control, place.words, place.step, place.decided, place.cut, lowering.step.laps)
     return (*_payload(lowering, op.x).out, *ours, *waits, _times(place, op.index))
 
 
 def landing(lowering: Lowering, op: HandOffReceive | None) -> tuple[int, ...]:
     """The Landing of hand_off.cuh; of no op: one that nothing lands at."""
     if op is None:
-        return (0,) * 14
+        return (0,) * 15
     width = op.x.elements
     rows = lowering.context.scratch("landed", 4 * width * lowering._room(op.x))
     return (*_receiving(lowering, op), rows, width, lowering.context.hand_off.landed)

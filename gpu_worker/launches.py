@@ -19,6 +19,8 @@ from bloomery.runtime.program import View
 
 MAX_ROWS: Final = 8
 """Rows that the kernels take at once; longer steps run in groups of so many."""
+RECORD_LINES: Final = 5
+"""Arrays of a step record: the fields of StepAddresses, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,14 @@ class Launch:
 
 @dataclass(frozen=True)
 class StepAddresses:
-    """Where the step's int32 arrays lie: MAX_ROWS elements each, or as many as a prompt block has rows."""
+    """Where the step's int32 arrays lie: MAX_ROWS elements each, or as many as a prompt block has rows. `laps` has two:
+    which of the steps ahead it is (0: the first), and how many follow."""
 
     tokens: int
     slots: int
     positions: int
     out_rows: int
+    laps: int
 
 
 @dataclass(frozen=True)
@@ -78,10 +82,10 @@ class HandOffBuffers:
 @dataclass(frozen=True)
 class HandOffAddresses:
     """Where the card meets the host (`runtime/hand_off.py`): words and control block in mapped memory, four words of
-    the card's own (the step's number; the step that was given up; the flag of the last hand-off whose sums have been
-    brought to the card's memory; whether the host has a part in the last one), how many ranks answer and how long they
-    may take, the numbers of the program's first and last hand-off, and the arena's buffers by the rows that a layer
-    computes. `times` is region `leg_times` in mapped memory; 0: nobody asks for times."""
+    the card's own (the step's and the lap's number; the step that was given up; the flag of the last hand-off whose
+    sums have been brought to the card's memory; whether the host has a part in the last one), how many ranks answer and
+    how long they may take, the numbers of the program's first and last hand-off, and the arena's buffers by the rows
+    that a layer computes. `times` is region `leg_times` in mapped memory; 0: nobody asks for times."""
 
     words: int
     control: int

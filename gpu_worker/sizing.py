@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from numpy.typing import NDArray
 
-from bloomery.gpu_worker.launches import HandOffAddresses, HandOffBuffers, StateAddress, StepAddresses
+from bloomery.gpu_worker.launches import RECORD_LINES, HandOffAddresses, HandOffBuffers, StateAddress, StepAddresses
 from bloomery.runtime.model_file import Tensor
 from bloomery.runtime.program import Program, View
 
@@ -21,7 +21,7 @@ class SizingContext:
     """A CardContext that learns what scratch is wanted (`wanted`: name -> greatest bytes asked)."""
 
     multiprocessors = 256  # no fewer than any card has: attention's parts grow with them
-    step = prompt_step = StepAddresses(_NOWHERE, _NOWHERE, _NOWHERE, _NOWHERE)
+    step = prompt_step = StepAddresses(*[_NOWHERE] * RECORD_LINES)
     hand_off = HandOffAddresses(
         words=_NOWHERE,
         control=_NOWHERE,

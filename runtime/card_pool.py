@@ -268,11 +268,10 @@ class CardPool:
         return StepResult(logits, greedy, seconds, hidden[0] if hidden else None)
 
     def most_ahead(self, rows: int) -> int:
-        """None with experts on the host, whose workers take a step for each step of the card, nor with n-gram tables,
-        whose rows are numbered on the host."""
-        if self._shape.processes or self._program.engram or rows > CARD_ROWS:
+        """As many as the arena has room for; none with n-gram tables, whose rows are numbered on the host."""
+        if self._program.engram or rows > CARD_ROWS:
             return 0
-        return max(0, min(MOST_AHEAD, self._max_out_rows // rows - 1))
+        return max(0, min(MOST_AHEAD, self._shape.max_out_rows // rows - 1))
 
     def announce(self) -> None:
         self._stepping, self._aborted = True, False

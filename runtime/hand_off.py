@@ -10,23 +10,24 @@ Region `hand_off` of the arena, lines of 128 bytes with one writer each:
 | 1     | card        | CUT_STEP, CUT_REASON, CUT_RANK: the step that it gave up, why, and for whom |
 | 2 + r | host rank r | FLAG: how far the rank is                                                   |
 
-Flags count: step << STAGE_BITS | hand-off + 1, hand-offs being numbered in the order of the program. Values only grow,
-so nothing is reset, and what a dead peer left behind is less than what anybody waits for. Payloads are the buffers
+Flags count: step << STAGE_BITS | lap << LAP_BITS | hand-off + 1. Hand-offs are numbered in the order of the program;
+laps are a step's own (0) and those that it runs ahead (`StepRows.ahead`). Values only grow, so nothing is reset, and
+what a dead peer left behind is less than what anybody waits for. Payloads are the buffers
 hand_off.x, .ids, .mix (written by the card) and .out (written by the host): one set for all hand-offs of a step's rows,
 one for those of layers that compute the wanted rows only.
 
 A hand-off k of step n, in order:
 1. One block of the card stores the payload into mapped memory (16 bytes at a time), passes a block barrier
-   and a system fence, and stores n << STAGE_BITS | k + 1 into its FLAG (release, system scope). Over PCIe the flag's
-   write stays behind the payload's: who sees the flag (acquire) sees the payload.
+   and a system fence, and stores k's number into its FLAG (release, system scope). Over PCIe the flag's write stays
+   behind the payload's: who sees the flag (acquire) sees the payload.
 2. Every host rank waits for that flag itself, and computes. Barriers among the ranks are the interpreter's.
 3. Rank r stores its part of .out, then the same number into its FLAG (release). x86 keeps stores in order.
 4. One block of the card waits for every rank's flag (acquire, system scope), one thread for each; after a block
    barrier it reads .out past its caches.
 A hand-off in which no row has an expert on the host is not made: the card raises no flag, waits for none and adds
 nothing. A rank that waits for it sees the flag of a later one, and goes on without computing or meeting others. The
-step's last hand-off is always told, so that nobody waits for ever; if it is empty (every row's ids begin with -1) each
-rank finds that out for itself, writes zeros and answers, and the card does not look.
+last hand-off of a step's last lap is always told, so that nobody waits for ever; if it is empty (every row's ids begin
+with -1) each rank finds that out for itself, writes zeros and answers, and the card does not look.
 One set is enough: the card writes the payload of a hand-off only after it has seen the flags of all ranks for the one
 made before it, and a rank raises its flag only when it has done with x, ids and mix; a rank writes .out of k only after
 the card's flag of k, which the card raises after it has read .out of the one before. A rank that sees exactly the flag
@@ -49,7 +50,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from bloomery.runtime.step_record import LINE, STAGE_BITS
+from bloomery.runtime.step_record import LAP_BITS, LINE, STAGE_BITS
 
 FLAG = 0
 CUT_LINE = LINE
@@ -77,9 +78,9 @@ def hand_off_bytes(processes: int) -> int:
     return RANK_FLAGS + processes * LINE
 
 
-def target(step: int, index: int) -> int:
-    """The value of a flag once hand-off `index` of the step is there."""
-    return step << STAGE_BITS | (index + 1)
+def target(step: int, index: int, lap: int = 0) -> int:
+    """The value of a flag once hand-off `index` of a lap of the step is there."""
+    return step << STAGE_BITS | lap << LAP_BITS | (index + 1)
 
 
 class HandOffWords:

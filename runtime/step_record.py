@@ -10,7 +10,8 @@ A step, in order:
 1. The coordinator fills the step record, then stores the step number n into STEP (release). Whoever sees n in STEP
    (acquire) sees the record. It does not touch the record again before step n is over.
 2. Before its stages a rank checks ABORT and POISON against n, and again before each stage: equal means leave.
-3. After stage k (from 1) a rank stores n << STAGE_BITS | k into its PROGRESS (release). The barrier after stage k is
+3. After stage k (from 1) a rank stores n << STAGE_BITS | k into its PROGRESS (release); stages of the steps ahead, the
+   laps of step n, are counted on. The barrier after stage k is
    passed when the PROGRESS of every rank has reached that value (acquire): then every rank's stores of stages 1..k are
    visible. Values only grow, from step to step too, so nothing is ever reset, and what a dead worker left behind is
    less than what anybody will wait for. The last stage has no barrier: its place is taken by 4.
@@ -37,6 +38,7 @@ from bloomery.runtime.executor import StepRows
 
 LINE = 128
 STAGE_BITS = 20
+LAP_BITS = 10
 
 # Command line: written by the coordinator only.
 STEP = 0
@@ -54,8 +56,8 @@ STATUS = LINE + 8
 DETAIL = LINE + 16
 SLEEPING = LINE + 24
 
-# Step record: R, O, steps ahead (which ranks of the host never see: they are 0 then), whether the card computes the
-# step alone (the ranks of the host then leave it at once: no hand-off comes), four int32 arrays.
+# Step record: R, O, steps ahead, whether the card computes the step alone (the ranks of the host then leave it at
+# once: no hand-off comes), four int32 arrays.
 ROWS = 0
 OUT_ROWS = 8
 AHEAD = 16
@@ -107,6 +109,10 @@ class StepRecord:
         positions[:count] = rows.positions
         out_rows[: len(rows.out_rows)] = rows.out_rows
 
+    @property
+    def ahead(self) -> int:
+        return int(self._counts[2])
+
     def read(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
         """Copies of the step's tokens, slots and positions (R each)."""
         count = int(self._counts[0])
@@ -119,8 +125,7 @@ class StepRecord:
         if not count:
             return None
         tokens, slots, positions, out_rows = self._arrays
-        ahead = int(self._counts[2])
-        return StepRows(tokens[:count], slots[:count], positions[:count], out_rows[:wanted], ahead=ahead)
+        return StepRows(tokens[:count], slots[:count], positions[:count], out_rows[:wanted], ahead=self.ahead)
 
     def write_drill(self) -> None:
         """No rows: the ranks meet at their barriers and run no stage."""

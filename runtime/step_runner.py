@@ -282,7 +282,7 @@ class StepRunner:
         step, stage = self._control.progress(rank)
         stage = stage if step == self._control.step else 0
         labels = self._labels[rank]
-        return f" at {labels[stage]}" if stage < len(labels) else ""
+        return f" at {labels[stage % len(labels)]}" if stage < len(labels) * (1 + self._record.ahead) else ""
 
     def _await_leaving(self, rank: int, step: int, deadline: float) -> None:
         """Waits until a survivor is out of the step, else kills it: nobody may still write when a new step starts."""

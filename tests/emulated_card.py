@@ -21,7 +21,7 @@ import pytest
 from numpy.typing import NDArray
 
 from bloomery.gpu_worker.compile_cache import KERNELS, cache_folder
-from bloomery.gpu_worker.launches import MAX_ROWS, KernelName, Launch, StateAddress, StepAddresses
+from bloomery.gpu_worker.launches import MAX_ROWS, RECORD_LINES, KernelName, Launch, StateAddress, StepAddresses
 from bloomery.gpu_worker.lowering import lower
 from bloomery.gpu_worker.prompt_lowering import lower_prompt
 from bloomery.runtime.engram_record import engram_tables
@@ -127,8 +127,8 @@ class EmulatedCard:
     ):
         self.program, self.context, self.cache_type, self.rows = program, context, cache_type, rows
         self.areas: dict[str, NDArray[np.uint8]] = {}
-        self.step = StepAddresses(*(self.area(f"step {i}", 4 * MAX_ROWS) for i in range(4)))
-        self.prompt_step = StepAddresses(*(self.area(f"prompt {i}", 4 * rows) for i in range(4)))
+        self.step = StepAddresses(*(self.area(f"step {i}", 4 * MAX_ROWS) for i in range(RECORD_LINES)))
+        self.prompt_step = StepAddresses(*(self.area(f"prompt {i}", 4 * rows) for i in range(RECORD_LINES)))
         for buffer in program.buffers.values():
             self.area(f"buffer {buffer.name}", 4 * buffer.width * rows)
         for state in program.states.values():
@@ -194,7 +194,8 @@ class EmulatedCard:
         make = lower_prompt if block else lower
         make(self.program, self, n, len(rows.out_rows))  # sizes the scratch
         launches = make(self.program, self, n, len(rows.out_rows))
-        for i, values in enumerate((rows.tokens, rows.slots, rows.positions, rows.out_rows)):
+        laps = np.array([0, rows.ahead], np.int32)
+        for i, values in enumerate((rows.tokens, rows.slots, rows.positions, rows.out_rows, laps)):
             self.areas[f"{'prompt' if block else 'step'} {i}"][: values.nbytes] = values.view(np.uint8)
         for launch in launches:
             run(launch)

@@ -29,7 +29,7 @@ from bloomery.runtime.program import Op, Program, RoutedExperts
 from bloomery.runtime.reference import ReferenceExecutor
 from bloomery.runtime.slot_states import ArrayRows
 from bloomery.runtime.split_program import card_part
-from bloomery.runtime.step_record import RankWords
+from bloomery.runtime.step_record import RankWords, StepRecord
 from bloomery.runtime.worker_messages import CardStart
 
 CRASH = "the stand-in fails as told"
@@ -44,7 +44,9 @@ class CardSide:
         self.control = RankWords(arena.memory("control"), start.rank, start.shape.ranks)
         self._arena = arena
         self._legs = LegWords(arena.memory("leg_times"), start.hand_offs) if start.time_stages else None
+        self._record = StepRecord(arena.memory("record"), start.shape.max_rows)
         self._sent = False
+        self._step, self._lap = -1, 0
 
     def _note(self, index: int, which: int) -> None:
         if self._legs:
@@ -55,9 +57,12 @@ class CardSide:
 
     def send(self, index: int, gate: str, kind: str, x: NDArray[Any], ids: NDArray[Any], mix: NDArray[Any]) -> None:
         to_x, to_ids, to_mix, _ = (self._arena.buffer(name) for name in BUFFERS[kind])
+        if index == min(self._start.hand_offs):
+            self._step, self._lap = self.control.step, self._lap + 1 if self.control.step == self._step else 0
+        ends = index == max(self._start.hand_offs) and self._lap == self._record.ahead
         on_host = self.on_host(gate, ids)
         self._sent = bool(on_host.any())
-        if not self._sent and index != max(self._start.hand_offs):
+        if not self._sent and not ends:
             return self._note(index, SENT)
         to_x[: len(x), : x.shape[1]] = x
         for row, there in enumerate(on_host):
@@ -65,7 +70,7 @@ class CardSide:
             to_ids[row, :count], to_mix[row, :count] = ids[row, there], mix[row, there]
             if count < ids.shape[1]:
                 to_ids[row, count] = -1  # what stands behind it is of earlier steps
-        self.words.card_flag = target(self.control.step, index)
+        self.words.card_flag = target(self.control.step, index, self._lap)
         self._note(index, SENT)
 
     def receive(self, index: int, kind: str, rows: int, width: int) -> NDArray[Any]:
@@ -74,7 +79,7 @@ class CardSide:
         if not self._sent:
             self._note(index, SEEN)
             return np.zeros((rows, width), np.float32)
-        wanted = target(step, index)
+        wanted = target(step, index, self._lap)
         for rank in range(self._start.shape.processes):
             while self.words.rank_flag(rank) < wanted:
                 if self.control.aborted(step) or self.control.poisoned(step):

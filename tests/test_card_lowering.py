@@ -30,8 +30,8 @@ from bloomery.runtime.program import Program
 from bloomery.runtime.split_program import card_part, without_hand_offs
 
 STEP = ("Jobs", 20), ("Input", 6), ("Cache", 3), ("HeadJobs", 36), ("Ring", 5), ("Groups", 7), ("Choice", 7)
-STEP += ("Scored", 10), ("Fresh", 13), ("Normed", 10), ("Residual", 4), ("Sending", 16), ("Receiving", 11)
-STEP += ("Landing", 14), ("Added", 4)
+STEP += ("Scored", 10), ("Fresh", 13), ("Normed", 10), ("Residual", 4), ("Sending", 17), ("Receiving", 12)
+STEP += ("Landing", 15), ("Added", 4)
 """Parameters that are structs of words, and of how many."""
 
 
@@ -124,7 +124,7 @@ def test_steps_ahead_end_with_the_record_of_the_next() -> None:
     *step, last = ahead_launches(program, context, 3)
     check([*step, last])
     assert step == lower(program, context, 3, 3) and str(last.kernel) == "choices.next_record"
-    assert last.words[2:] == (3, context.step.tokens, context.step.positions)
+    assert last.words[2:] == (3, context.step.tokens, context.step.positions, context.step.laps)
     assert last.kernel in {launch.kernel for launch in lower_all(program, context, 64, 64)}
 
 

@@ -17,14 +17,17 @@ from numpy.typing import NDArray
 from oracle_data import quantised_file
 from pool_kit import left_behind, worker_environment
 from running import joined, rows_of
+from test_hand_off import tiers_of
 
 from bloomery.gpu_worker.card_executor import CardExecutor
+from bloomery.gpu_worker.launches import MAX_ROWS
 from bloomery.runtime.architectures import build_program
 from bloomery.runtime.card_pool import CardPool
 from bloomery.runtime.completion import new_request_id
 from bloomery.runtime.engine import Engine
 from bloomery.runtime.errors import StepAborted
 from bloomery.runtime.executor import MOST_AHEAD, StepExecutor, StepRows
+from bloomery.runtime.expert_tiers import ExpertTiers
 from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.reference import ReferenceExecutor
 from bloomery.runtime.requests import Chunk, Final, GenerationRequest, SamplingParameters
@@ -144,6 +147,37 @@ def test_steps_ahead_through_the_worker(workload: str) -> None:
     finally:
         pool.close()
     assert not left_behind()
+
+
+@pytest.mark.parametrize(("workload", "slots"), [("stand_in_card:load", 2), ("emulated_driver:load", 1)])
+@pytest.mark.usefixtures("find_stand_ins")
+def test_steps_ahead_with_experts_on_the_host(workload: str, slots: int) -> None:
+    """The ranks of the host go along from lap to lap, also where hand-offs have no work for them, and a step that is
+    ended between laps leaves nothing behind."""
+    path = quantised_file(NAME)
+    program = build_program(ModelFile.open(path))
+    whole = ExpertTiers.everything(program)
+    few = ExpertTiers(whole.layers, {gate: ids[2:] for gate, ids in whole.on_card.items()})
+    for tiers in (few, tiers_of(program, 0.4)):
+        pool = CardPool.start(
+            str(path), program, tiers=tiers, context=64, slots=slots, prompt_block=64, workload=workload, processes=2
+        )
+        try:
+            most = pool.most_ahead(slots)
+            assert most == MAX_ROWS // slots - 1
+            rows = after(pool, most)
+            logits, greedy = one_by_one(pool, rows)
+            for _ in range(3):
+                made = pool.step(rows)
+                assert (made.greedy == greedy).all() and (made.logits == logits).all()
+            with pytest.raises(StepAborted):
+                for _ in range(200):
+                    threading.Timer(0.005, pool.abort).start()
+                    pool.step(rows)
+            assert (pool.step(rows).logits == logits).all()
+        finally:
+            pool.close()
+        assert not left_behind()
 
 
 # ---- the engine

@@ -12,10 +12,10 @@ from typing import Final
 
 from bloomery.cpu_experts.kernels.work import share_end, share_start
 from bloomery.cpu_experts.simd import argument, compiled, load_i32, store_i32
-from bloomery.cpu_experts.stage import STEP_FAILURE, STEP_SKIP
+from bloomery.cpu_experts.stage import STEP_FAILURE, STEP_LAP, STEP_SKIP
 from bloomery.cpu_experts.sync import load_acquire, monotonic_ns, nap, pause, store_release, yield_core
 from bloomery.runtime.hand_off import FLAG, RANK_FLAGS
-from bloomery.runtime.step_record import ABORT, LINE, POISON, STAGE_BITS, STEP
+from bloomery.runtime.step_record import ABORT, LAP_BITS, LINE, POISON, STAGE_BITS, STEP
 
 _PAUSES: Final = 2048
 _LOOKS: Final = 32  # at the flag between two looks at everything else
@@ -29,8 +29,9 @@ _ROWS: Final = 6
 
 
 @compiled
-def _target(control: int, index: int) -> int:
-    return (load_acquire(control + STEP) << STAGE_BITS) | (index + 1)
+def _target(control: int, step: int, index: int) -> int:
+    number: int = (load_acquire(control + STEP) << STAGE_BITS) | (argument(step, STEP_LAP) << LAP_BITS) | (index + 1)
+    return number
 
 
 @compiled
@@ -64,7 +65,7 @@ def hand_off_wait() -> Callable[[int, int, int, int], None]:
 
     def kernel(args: int, rank: int, ranks: int, step: int) -> None:
         flag, control, clock = argument(args, 0) + FLAG, argument(args, 1), args + 8 * _CLOCK
-        wanted = _target(control, argument(args, 2))
+        wanted = _target(control, step, argument(args, 2))
         number = wanted >> STAGE_BITS
         for _ in range(_PAUSES):
             seen = load_acquire(flag)
@@ -99,6 +100,6 @@ def hand_off_answer() -> Callable[[int, int, int, int], None]:
 
     def kernel(args: int, rank: int, ranks: int, step: int) -> None:
         flag = argument(args, 0) + RANK_FLAGS + rank * LINE + FLAG
-        store_release(flag, _target(argument(args, 1), argument(args, 2)))
+        store_release(flag, _target(argument(args, 1), step, argument(args, 2)))
 
     return kernel

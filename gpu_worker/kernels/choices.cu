@@ -59,10 +59,11 @@ extern "C" __global__ void argmax_whole(const Best* parts, word count, int* out,
     if (threadIdx.x == 0) out[blockIdx.x * out_row] = mine.index;
 }
 
-// One block: each row's greedy token becomes its token of the next step, at the next position. Everything else that a
-// step reads of its record stays.
-extern "C" __global__ void next_record(const int* greedy, word greedy_row, word rows, int* tokens, int* positions) {
+// One block: each row's greedy token becomes its token of the next step, at the next position; one more of the steps ahead
+// has been made. Everything else that a step reads of its record stays.
+extern "C" __global__ void next_record(const int* greedy, word greedy_row, word rows, int* tokens, int* positions, int* laps) {
     begin();
+    if (threadIdx.x == 0) ++laps[0], --laps[1];
     for (word row = threadIdx.x; row < rows; row += blockDim.x) {
         tokens[row] = greedy[row * greedy_row];
         ++positions[row];

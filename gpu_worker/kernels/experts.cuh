@@ -68,7 +68,7 @@ DEVICE void hand_over(const Sending& sending, const Scored& scored, BlockChoice&
         some = send_ids(sending, row, chosen, scored.logits ? mixes : mix + row * mix_stride, slots, used, some);
         __syncwarp();
     }
-    if (lane < rows && !some && sending.last) sending.to_ids[lane * sending.to_ids_row] = -1;
+    if (lane < rows && !some && sending.ends()) sending.to_ids[lane * sending.to_ids_row] = -1;
     if (lane == 0) goes = some;
     __syncthreads();
     const bool sends = goes;

@@ -12,8 +12,6 @@ extern "C" __global__ void __launch_bounds__(512)
     raise_flag(sending, rows > 0);
 }
 
-constexpr int MOST_BROUGHT = 12288;  // floats of a row that fit a block's shared memory
-
 // What `out` is part of: sum = plus + out, if asked for.
 struct Added {
     const float* plus;
@@ -24,15 +22,12 @@ struct Added {
 DEVICE void add_to(float4& a, const float4& b) { a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w; }
 DEVICE void add_to(float& a, float b) { a += b; }
 
+// `brought`: a row of the host, or null.
 template <class Value>
-DEVICE void receive_row(const float* x, float* out, const float* landed, const float* from, const float* plus, float* sum,
-                        int count) {
+DEVICE void receive_row(const float* x, float* out, const float* brought, const float* plus, float* sum, int count) {
     for (int i = threadIdx.x; i < count; i += blockDim.x) {
         Value value = reinterpret_cast<const Value*>(x)[i];
-        if (landed)
-            add_to(value, reinterpret_cast<const Value*>(landed)[i]);
-        else if (from)
-            add_to(value, __ldcv(reinterpret_cast<const Value*>(from) + i));
+        if (brought) add_to(value, reinterpret_cast<const Value*>(brought)[i]);
         reinterpret_cast<Value*>(out)[i] = value;
         if (!sum) continue;
         add_to(value, reinterpret_cast<const Value*>(plus)[i]);
@@ -40,31 +35,35 @@ DEVICE void receive_row(const float* x, float* out, const float* landed, const f
     }
 }
 
-// out = x + what the host has put into `from`, after every rank's flag. It looks for them and for the only row while the
-// launches before it are still at work; dynamic shared memory: 4 * width bytes for one
-// row, if it has no more than MOST_BROUGHT.
+// out = x + what the host has put into `from`, after every rank's flag. It looks for them and for the first rows while the
+// launches before it are still at work. Dynamic shared memory: `fit` rows, as many as are brought at a time.
 extern "C" __global__ void __launch_bounds__(512)
-    receive(const float* x, word x_row, float* out, word out_row, word rows, word width, Receiving receiving, Added added) {
-    DYNAMIC_SHARED(float, landed);
+    receive(const float* x, word x_row, float* out, word out_row, word rows, word width, word fit, Receiving receiving,
+            Added added) {
+    DYNAMIC_SHARED(float, brought);
     let_next_begin();
-    const Part part = await_ranks(receiving, receiving.control + STEP_WORD, [&](int expected) {
+    const Part part = await_ranks(receiving, true, [&](int expected) {
         if (!receiving.times || expected != THERE) return;
         await_previous();
         receiving.times[BEGUN] = now();
     });
-    const bool brought = rows == 1 && width <= MOST_BROUGHT;
-    if (part == THERE && brought) move_row(landed, receiving.from, int(width));
-    await_previous();
-    if (part == GONE) return;
-    __syncthreads();
-    for (int r = 0; r < rows; ++r) {
-        const float *a = x + r * x_row, *plus = added.plus + r * added.plus_row;
-        const float* from = part == THERE ? receiving.from + r * receiving.from_row : nullptr;
-        const float* ready = from && brought ? landed : nullptr;
-        float *to = out + r * out_row, *sum = added.plus ? added.sum + r * added.sum_row : nullptr;
-        if (wide(a, from, to, width) && (!sum || wide(plus, sum, sum, width)))
-            receive_row<float4>(a, to, ready, from, plus, sum, int(width / 4));
-        else
-            receive_row<float>(a, to, ready, from, plus, sum, int(width));
+    for (int first = 0; first < rows; first += int(fit)) {
+        const int some = min(int(fit), int(rows) - first);
+        if (first) __syncthreads();  // nobody reads the rows before any more
+        if (part == THERE)
+            move_rows(brought, width, receiving.from + first * receiving.from_row, receiving.from_row, some, int(width));
+        if (first == 0) await_previous();
+        if (part == GONE) return;
+        __syncthreads();
+        for (int k = 0; k < some; ++k) {
+            const int r = first + k;
+            const float *a = x + r * x_row, *plus = added.plus + r * added.plus_row;
+            const float* own = part == THERE ? brought + k * width : nullptr;
+            float *to = out + r * out_row, *sum = added.plus ? added.sum + r * added.sum_row : nullptr;
+            if (wide(a, own, to, width) && (!sum || wide(plus, sum, sum, width)))
+                receive_row<float4>(a, to, own, plus, sum, int(width / 4));
+            else
+                receive_row<float>(a, to, own, plus, sum, int(width));
+        }
     }
 }

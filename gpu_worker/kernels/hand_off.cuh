@@ -8,7 +8,7 @@
 constexpr int LINE_WORDS = 16;
 constexpr int STEP_WORD = 0, ABORT_WORD = 1, POISON_WORD = 2;        // of the control block
 constexpr int CUT_STEP_WORD = 16, CUT_REASON_WORD = 17, CUT_RANK_WORD = 18, RANK_FLAGS = 32;  // of the hand-off words
-constexpr int STAGE_BITS = 20;
+constexpr int STAGE_BITS = 20, LAP_BITS = 10;
 constexpr word TOLD = 1, LATE = 2;
 constexpr int LOOKS = 32;  // at a flag between two looks at everything else
 constexpr int SENT = 0, BEGUN = 1, SEEN = 2;  // times by the card's clock, in mapped memory (runtime/leg_times.py)
@@ -43,12 +43,16 @@ DEVICE bool wide(const void* a, const void* b, const void* c, word width) {
     const uintptr_t places = reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) | reinterpret_cast<uintptr_t>(c);
     return ((places & 15) | (width & 3)) == 0;
 }
+constexpr int IN_FLIGHT = 6;  // values that a thread asks for before it stores the first
 
-DEVICE word flag_of(word step, word index) { return step << STAGE_BITS | (index + 1); }
+// A step's and a lap's number, and the flag of a hand-off in it.
+DEVICE word lap_of(word step, int lap) { return step << STAGE_BITS | word(lap) << LAP_BITS; }
+DEVICE word flag_of(word lap, word index) { return lap + index + 1; }
 
-// What goes out and where to; without `to_x` nothing does. `step` is a word of the card's memory for the step's number, which
-// the first hand-off of a step (first != 0) takes from the control block; `decided` one that tells the card whether the host
-// has part of the sum: twice the flag, and 1 if it has. The host is told of a hand-off without work for it only at the last.
+// What goes out and where to; without `to_x` nothing does. `step` is a word of the card's memory for the lap's number, whose
+// part the first hand-off of a lap (first != 0) takes from the control block; `laps` are which one it is and how many follow.
+// `decided` tells the card whether the host has part of the sum: twice the flag, and 1 if it has. The host is told of a
+// hand-off without work for it only at the last of the last lap.
 struct Sending {
     const float* x;
     word x_row;
@@ -60,22 +64,43 @@ struct Sending {
     word to_mix_row;
     const word* control;
     word *words, *step, *decided;
+    const int* laps;
     word index, first, last;
     word* times;
+
+    DEVICE bool ends() const { return last && __ldcg(laps + 1) == 0; }
 };
 
-// A row over the bus, past the caches. By all threads of a block.
-DEVICE void move_row(float* to, const float* from, int width) {
-    if (wide(from, to, to, width)) {
-        for (int i = threadIdx.x; i < width / 4; i += blockDim.x)
-            reinterpret_cast<float4*>(to)[i] = __ldcv(reinterpret_cast<const float4*>(from) + i);
-    } else {
-        for (int i = threadIdx.x; i < width; i += blockDim.x) to[i] = __ldcv(from + i);
+// Rows of `width` values. A value is on its way for a microsecond and more: each thread has some at a time.
+template <class Value>
+DEVICE void move_values(Value* to, word to_row, const Value* from, word from_row, int rows, int width) {
+    const int all = rows * width, step = blockDim.x;
+    for (int first = threadIdx.x; first < all; first += IN_FLIGHT * step) {
+        Value values[IN_FLIGHT];
+#pragma unroll
+        for (int k = 0; k < IN_FLIGHT; ++k) {
+            const int i = first + k * step, row = i / width;
+            if (i < all) values[k] = __ldcv(from + row * from_row + (i - row * width));
+        }
+#pragma unroll
+        for (int k = 0; k < IN_FLIGHT; ++k) {
+            const int i = first + k * step, row = i / width;
+            if (i < all) to[row * to_row + (i - row * width)] = values[k];
+        }
     }
 }
 
+// Rows over the bus, past the caches. By all threads of a block.
+DEVICE void move_rows(float* to, word to_row, const float* from, word from_row, int rows, int width) {
+    if (wide(from, to, to, width) && (rows == 1 || ((to_row | from_row) & 3) == 0))
+        move_values(reinterpret_cast<float4*>(to), to_row / 4, reinterpret_cast<const float4*>(from), from_row / 4, rows,
+                    width / 4);
+    else
+        move_values(to, to_row, from, from_row, rows, width);
+}
+
 DEVICE void send_rows(const Sending& sending, int rows, int width) {
-    for (int r = 0; r < rows; ++r) move_row(sending.to_x + r * sending.to_x_row, sending.x + r * sending.x_row, width);
+    move_rows(sending.to_x, sending.to_x_row, sending.x, sending.x_row, rows, width);
 }
 
 // Of a row's ids those without a slot, in order, and then one -1 if there is room. Rows are written only from the first one on
@@ -103,11 +128,12 @@ DEVICE bool send_ids(const Sending& sending, int row, const int* ids, const floa
 
 // Says that all is there, or that there is nothing. By all threads of the block that sent it.
 DEVICE void raise_flag(const Sending& sending, bool sent) {
-    if (threadIdx.x == 0 && sending.first) *sending.step = load_acquire(sending.control + STEP_WORD);
+    if (threadIdx.x == 0 && sending.first)
+        *sending.step = lap_of(load_acquire(sending.control + STEP_WORD), __ldcg(sending.laps));
     __syncthreads();
     if (threadIdx.x) return;
     const word flag = flag_of(__ldcg(sending.step), sending.index);
-    if (sent || sending.last) {
+    if (sent || sending.ends()) {
         __threadfence_system();
         store_release(sending.words, flag);
     }
@@ -125,6 +151,7 @@ struct Receiving {
     word* words;
     const word *step, *decided;
     word* cut;
+    const int* laps;
     word index, ranks, deadline;
     word* times;
 };
@@ -133,23 +160,24 @@ struct Receiving {
 enum Part { NOTHING, GONE, THERE };
 
 // Looks at every rank's flag until all are there. By all threads of a block, one warp of which looks, while the last thread of
-// those that do not does something else. May be called before the launches before this one have ended: `step` then is the
-// host's word for the step's number, and what was decided and flags of this step are only there after it was sent.
+// those that do not does something else. May be called before the launches before this one have ended (`early`): the step's
+// number then comes from the host, and what was decided and flags of this lap are only there after it was sent.
 template <class Else>
-DEVICE Part await_ranks(const Receiving& receiving, const word* step, Else meanwhile) {
+DEVICE Part await_ranks(const Receiving& receiving, bool early, Else meanwhile) {
     __shared__ int expected, gone;
-    __shared__ word number;
+    __shared__ word lap;
     if (threadIdx.x == 0) {
-        number = load_acquire(step), gone = 0;
+        lap = early ? lap_of(load_acquire(receiving.control + STEP_WORD), __ldcg(receiving.laps)) : __ldcg(receiving.step);
+        gone = 0;
         word decided;
         do decided = load_acquire_here(receiving.decided);
-        while (decided / 2 < flag_of(number, receiving.index));
-        expected = !(decided & 1) ? NOTHING : load_acquire_here(receiving.cut) == number ? GONE : THERE;
+        while (decided / 2 < flag_of(lap, receiving.index));
+        expected = !(decided & 1) ? NOTHING : load_acquire_here(receiving.cut) == lap >> STAGE_BITS ? GONE : THERE;
     }
     __syncthreads();
     if (threadIdx.x == blockDim.x - 1) meanwhile(expected);
     if (expected != THERE) return Part(expected);
-    const word wanted = flag_of(number, receiving.index);
+    const word wanted = flag_of(lap, receiving.index), number = lap >> STAGE_BITS;
     for (word rank = threadIdx.x; rank < receiving.ranks && threadIdx.x < 32; rank += 32) {
         const word* flag = receiving.words + RANK_FLAGS + rank * LINE_WORDS;
         const word* control = receiving.control;
@@ -196,9 +224,8 @@ DEVICE bool lands(const Landing& landing) {
 // By all threads of the first block, if something lands. Also a step that was given up is said to have landed.
 DEVICE void land(const Landing& landing, int rows, int width) {
     const Receiving& receiving = landing.receiving;
-    if (await_ranks(receiving, receiving.step, [](int) {}) == THERE)
-        for (int r = 0; r < rows; ++r)
-            move_row(landing.rows + r * landing.row, receiving.from + r * receiving.from_row, width);
+    if (await_ranks(receiving, false, [](int) {}) == THERE)
+        move_rows(landing.rows, landing.row, receiving.from, receiving.from_row, rows, width);
     __syncthreads();
     if (threadIdx.x) return;
     __threadfence();
