@@ -63,7 +63,7 @@ def plan_facts(plan: Plan | None, card_memory: int, step_ahead: int) -> dict[str
         "expert_share_on_card": plan.tiers.share,
         "prompt_block": plan.prompt_block,
         "executor": "card",
-        "step_ahead": 0 if plan.tiers.host_layers else step_ahead,
+        "step_ahead": step_ahead,
     }
 
 

@@ -310,7 +310,7 @@ def add_plan_options(group: argparse._ActionsContainer) -> None:
         "--step-ahead",
         type=whole,
         metavar="N",
-        help="greedy decoding of a model whole on a card: run up to N more steps before looking at a step's tokens"
+        help="greedy decoding with a card: run up to N more steps before looking at a step's tokens"
         f" (default {STEP_AHEAD}, as many as 50 ms allow; 0: none; new)",
     )
     group.add_argument(

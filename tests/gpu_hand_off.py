@@ -69,6 +69,8 @@ def in_turns(
     for number in range(ROUNDS):
         first, last = depth + number * each, depth + (number + 1) * each
         for which, pool in enumerate(pools):
+            if not number:
+                pool.step(rows_of(tokens[:depth], out="last"))
             seconds = run_steps(pool, tokens[:last], first, rows)[WAKING:]
             found[:, which, number] = np.median(seconds), np.mean(seconds)
     return found
@@ -84,6 +86,8 @@ def host_seconds(pool: CardPool, hand_offs: int) -> NDArray[np.float64]:
 def legs_of(
     pool: CardPool, tokens: NDArray[np.int64], depth: int, rows: int, expected: Prediction, layers: Sequence[int]
 ) -> str:
+    pool.step(rows_of(tokens[:depth], out="last"))
+    pool.step_legs()
     before = host_seconds(pool, len(layers))
     steps = len(run_steps(pool, tokens, depth, rows))
     legs = pool.step_legs()
@@ -138,8 +142,6 @@ def main() -> None:
         sizes |= {"own_weights": arguments.own_weights}
         some = tiers if tiers.host_layers else None
         pool = CardPool.start(str(file), program, tiers=some, time_legs=timed, **sizes)
-        pool.step(rows_of(tokens[: arguments.depth], out="last"))
-        pool.step_legs()
         print(f"{'':16} started in {time.perf_counter() - begun:.1f} s", flush=True)
         return pool
 

@@ -8,6 +8,7 @@ import resource
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -300,12 +301,13 @@ def test_a_pid_used_again_is_another_owner() -> None:
     assert not runtime_files.owner_is_alive(f"bloomery-{pid}-{int(start) + 1}-x")
 
 
-def test_runtime_directory_is_private_and_refuses_what_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def test_runtime_directory_is_private_and_refuses_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tempfile.TemporaryDirectory(prefix="run-")  # whose name is short: sockets' paths must be
+    monkeypatch.setenv("XDG_RUNTIME_DIR", place.name)
     runtime_files.runtime_directory.cache_clear()
     try:
         directory = runtime_files.runtime_directory()
-        assert directory == tmp_path / "bloomery" and directory.stat().st_mode & 0o777 == 0o700
+        assert directory == Path(place.name) / "bloomery" and directory.stat().st_mode & 0o777 == 0o700
         assert runtime_files.socket_path("a.sock").name == f"{runtime_files.owner_name()}-a.sock"
         with pytest.raises(BloomeryError, match=r"\d+ bytes, the system allows 107"):
             runtime_files.socket_path("a" * 100)

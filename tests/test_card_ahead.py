@@ -62,6 +62,20 @@ def test_a_long_text_is_the_same_in_runs_of_any_length() -> None:
         executor.close()
 
 
+@pytest.mark.parametrize("name", ["qwen3moe-Q4_K_M", "deepseek2-v3-Q3_K_M"])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+def test_steps_ahead_with_experts_on_the_host(name: str, share: float) -> None:
+    """Bit for bit, at any placement, with one stream and with two."""
+    for slots in (1, 2):
+        with card_pool(quantised_file(name), share, slots=slots, context=64) as pool:
+            rows = after(pool, pool.most_ahead(slots))
+            assert rows.ahead == 8 // slots - 1
+            logits, tokens = one_by_one(pool, rows)
+            for _ in range(20):
+                made = pool.step(rows)
+                assert (made.greedy == tokens).all() and (made.logits == logits).all()
+
+
 def test_times_of_legs_are_of_the_step_that_was() -> None:
     with card_pool(quantised_file("qwen3moe-Q4_K_M"), 0.3, time_legs=True) as pool:
         pool.step(rows_of([5, 6, 7], out="last"))

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -278,19 +279,20 @@ def test_plan_auto_takes_the_card() -> None:
 
 
 def test_hand_offs_under_random_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step's result is the one that its token gave the first time, however long the hosts take."""
+    """Every step's results, its own and those ahead, are those that its token gave the first time, however long the
+    hosts take."""
     for name, value in worker_environment().items():
         monkeypatch.setenv(name, value)
     wanted_steps = int(os.environ.get("BLOOMERY_STRESS_STEPS", "0"))
     rng, begun, done = np.random.default_rng(1), time.monotonic(), 0
     path = quantised_file("qwen3moe-Q4_K_M")
     with card_pool(path, 0.3, host_workload="delayed_experts:load", processes=5) as pool:
-        first = {token: pool.step(rows_of([token])).logits.copy() for token in range(1, 40)}
+        first = {token: pool.step(replace(rows_of([token]), ahead=3)).logits.copy() for token in range(1, 40)}
         while done < wanted_steps if wanted_steps else time.monotonic() - begun < STRESS_SECONDS:
-            tokens = rng.integers(1, 40, rng.integers(1, 3))
-            result = pool.step(rows_of(tokens[:1], slot=int(rng.integers(2)))).logits
-            assert (result == first[int(tokens[0])]).all(), done
-            done += 1
+            token, ahead = int(rng.integers(1, 40)), int(rng.integers(4))
+            result = pool.step(replace(rows_of([token], slot=int(rng.integers(2))), ahead=ahead)).logits
+            assert (result == first[token][: 1 + ahead]).all(), done
+            done += 1 + ahead
         steps = pool.statistics()["steps"]
     print(f"{steps} steps in {time.monotonic() - begun:.1f} s")
     assert done > 1000 or wanted_steps
