@@ -66,9 +66,15 @@ def give_memory_back(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def left_behind() -> set[str]:
-    """Names of segments and sockets whose owner is dead. Those of daemons that run beside the tests do not count."""
-    names = [path.name for folder in (SHARED_MEMORY, runtime_directory()) for path in folder.glob("bloomery-*")]
-    return {name for name in names if not owner_is_alive(name)}
+    """Names of segments and sockets whose owner is dead. Those of daemons that run beside the tests do not count, nor
+    what another process of the run leaves for a moment that kills its own."""
+    deadline = time.monotonic() + 5
+    while True:
+        names = [path.name for folder in (SHARED_MEMORY, runtime_directory()) for path in folder.glob("bloomery-*")]
+        dead = {name for name in names if not owner_is_alive(name)}
+        if not dead or time.monotonic() > deadline:
+            return dead
+        time.sleep(0.1)
 
 
 def program(name: str, *arguments: str) -> list[str]:
