@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Any, Final, Literal
@@ -308,23 +308,41 @@ class CardExecutor:
         return self._prepared[key]
 
     def most_ahead(self, rows: int) -> int:
-        if self._feed or rows > MAX_ROWS:
+        if rows > MAX_ROWS:
             return 0
         return max(0, min(MOST_AHEAD, self._max_out_rows // rows - 1))
 
     def _run_ahead(self, rows: StepRows) -> None:
         """Steps on each other's greedy tokens. The record goes to the card once, and its last launch of each step moves
-        it on; the copies of a step's results are on the stream before the next step writes them."""
+        it on; the copies of a step's results are on the stream before the next step writes them. For rows of n-gram
+        tables a step waits for the tokens of the one before it, but for nobody beyond this process."""
         count, record = len(rows.tokens), self._records[0]
         _fill(record, rows.tokens, rows.slots, rows.positions, rows.out_rows, rows.ahead)
         self.card.cuda.memcpy_htod_async(self.memory.step.tokens, record, self.card.stream)
         prepared = self._prepare(count, count, advance=True)
         for number in range(rows.ahead + 1):
             self._look_up(number, "step", number)
+            if self._feed:
+                if number:
+                    self._events[(number - 1) % _AHEAD].synchronize()
+                tokens = self._greedy[(number - 1) * count : number * count] if number else rows.tokens
+                self._bring(replace(rows, tokens=tokens, positions=rows.positions + np.int32(number)))
+                self._copy_brought(slice(count))
             self._launch(prepared)
             self._fetch(number * count, count)
             self._events[number % _AHEAD].record(self.card.stream)
         self.card.stream.synchronize()
+        if self._feed:
+            self._feed.tidy()
+
+    def _bring(self, rows: StepRows) -> None:
+        """Reads the rows of n-gram tables that these rows want."""
+        if self._feed:
+            self._feed.bring(rows, lambda state, slot, before: self.memory.read(state, slot, before)[:, 0])
+
+    def _copy_brought(self, part: slice) -> None:
+        for table, brought in self._feed.rows.items() if self._feed else ():
+            self.card.cuda.memcpy_htod_async(self.memory.brought(table), brought[part], self.card.stream)
 
     def _look_up(self, number: int, what: str, which: int) -> None:
         """Before part `number`: waits until few are under way, and raises StepAborted if the step is to end."""
@@ -352,8 +370,7 @@ class CardExecutor:
         done = groups = 0
         if self._experts:
             self._experts.nbytes = self._experts.ns = 0
-        if self._feed:
-            self._feed.bring(rows, lambda state, slot, before: self.memory.read(state, slot, before)[:, 0])
+        self._bring(rows)
         if begun:
             begun.record(stream)
         for number, (first, last, block) in enumerate(
@@ -370,8 +387,7 @@ class CardExecutor:
             _fill(record, rows.tokens[part], rows.slots[part], rows.positions[part], wanted)
             place = self.memory.prompt_step if block else self.memory.step
             cuda.memcpy_htod_async(place.tokens, record, stream)
-            for table, brought in self._feed.rows.items() if self._feed else ():
-                cuda.memcpy_htod_async(self.memory.brought(table), brought[part], stream)
+            self._copy_brought(part)
             if block:
                 self._launch_block(last - first, len(wanted))
             else:

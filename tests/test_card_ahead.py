@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from card_stand import need_card
+from deepseek_data import tiny41
 from oracle_data import TRAINED, quantised_file, trained_file
 from running import greedy, rows_of
 from test_card_daemon import card_pool
@@ -62,12 +63,13 @@ def test_a_long_text_is_the_same_in_runs_of_any_length() -> None:
         executor.close()
 
 
-@pytest.mark.parametrize("name", ["qwen3moe-Q4_K_M", "deepseek2-v3-Q3_K_M"])
+@pytest.mark.parametrize("name", ["qwen3moe-Q4_K_M", "deepseek2-v3-Q3_K_M", "deepseek41"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
 def test_steps_ahead_with_experts_on_the_host(name: str, share: float) -> None:
-    """Bit for bit, at any placement, with one stream and with two."""
+    """Bit for bit, at any placement, with one stream and with two, also with n-gram tables."""
     for slots in (1, 2):
-        with card_pool(quantised_file(name), share, slots=slots, context=64) as pool:
+        path = tiny41("a") if name == "deepseek41" else quantised_file(name)
+        with card_pool(path, share, slots=slots, context=64) as pool:
             rows = after(pool, pool.most_ahead(slots))
             assert rows.ahead == 8 // slots - 1
             logits, tokens = one_by_one(pool, rows)

@@ -13,6 +13,7 @@ from typing import Any
 import emulated_driver
 import numpy as np
 import pytest
+from deepseek_data import tiny41
 from numpy.typing import NDArray
 from oracle_data import quantised_file
 from pool_kit import left_behind, worker_environment
@@ -85,6 +86,18 @@ def test_steps_ahead_on_the_card_are_single_steps(slots: int, ahead: int) -> Non
         fresh = open_executor(slots)  # nothing of the single steps is left in its caches
         assert (fresh.step(after(fresh, ahead)).logits == logits).all()
         fresh.close()
+
+
+@pytest.mark.usefixtures("emulated")
+def test_steps_ahead_with_n_gram_tables() -> None:
+    """The rows of each step are those of its own tokens, of two streams."""
+    program = build_program(ModelFile.open(tiny41("a")))
+    executor = CardExecutor(program, context=32, slots=2, prompt_block=8, deterministic=True)
+    rows = after(executor, 2)
+    logits, greedy = one_by_one(executor, rows)
+    made = executor.step(rows)
+    assert (made.logits == logits).all() and (made.greedy == greedy).all()
+    executor.close()
 
 
 @pytest.mark.usefixtures("emulated")
