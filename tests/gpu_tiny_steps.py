@@ -48,6 +48,22 @@ def on_the_card(path: Path) -> None:
         executor.close()
 
 
+def far(path: Path) -> None:
+    """Attention over several splits, for which a card of one multiprocessor has too few blocks."""
+    executor = CardExecutor(
+        build_program(ModelFile.open(path)), context=256, slots=1, prompt_block=64, cache_type="f16"
+    )
+    executor.memory.multiprocessors = 1
+    tokens = np.resize(TOKENS, 200)
+    try:
+        evaluate(executor, tokens[:-3])
+        groups = evaluate(executor, tokens[-3:], start=len(tokens) - 3, block=3)
+        one = executor.step(rows_of(tokens[-1:], start=len(tokens) - 1)).logits
+        assert (one[0] == groups[-1]).all(), "a row and a group differ"
+    finally:
+        executor.close()
+
+
 def with_a_host(path: Path, workload: str) -> None:
     """A third of the experts on the card, the others in two workers."""
     program = build_program(ModelFile.open(path))
@@ -67,6 +83,9 @@ def with_a_host(path: Path, workload: str) -> None:
             assert (pool.step(block).logits.copy() == pool.step(block).logits).all(), "a block does not repeat"
         legs = pool.step_legs()
         assert len(legs) == 4 and all(step.link_bytes and step.link_ns for step in legs)
+        row = rows_of(TOKENS[:1], slot=1)
+        ahead = pool.step(replace(row, ahead=3)).logits.copy()
+        assert (pool.step(row).logits[0] == ahead[0]).all(), "a step and the first of several differ"
     finally:
         pool.close()
 
@@ -86,7 +105,9 @@ def main() -> int:
     for name in arguments.names:
         begun = time.monotonic()
         on_the_card(quantised_file(name))
-        if not name.startswith("llama"):
+        if name.startswith("llama"):
+            far(quantised_file(name))
+        else:
             with_a_host(quantised_file(name), workload)
         print(f"{name}: {time.monotonic() - begun:.1f} s", flush=True)
     return 0
