@@ -197,7 +197,7 @@ def free_on_card() -> int:
     return max(card.free for card in probe_cards())
 
 
-@pytest.mark.parametrize("demo", ("tiny-qwen3moe", "tiny-deepseek41"))
+@pytest.mark.parametrize("demo", ("tiny-qwen3moe", "tiny"))
 def test_a_daemon_serves_plan_a_and_replaces_its_worker(demo: str) -> None:
     """Whole on the card, then with half of the experts on the host: same tokens as plan cpu; kill -9 of the card's
     worker ends the running request with worker_lost, the card's memory comes back, the next answer is the same."""
