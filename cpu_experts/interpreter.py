@@ -42,6 +42,7 @@ from bloomery.runtime.step_record import (
     RANK_BYTES,
     RANK_LINES,
     ROWS,
+    SHALLOW,
     SLEEPING,
     STAGE_BITS,
     STATUS,
@@ -81,7 +82,8 @@ DEADLINE_NS = 40
 TICKS = 48
 REPORTERS = 56  # ranks that report the end of a step: those that meet at barriers, then others
 YIELDS = 64  # whether to wait by yielding the core, or by sleeping for moments
-POINTERS = 72
+SHALLOW_STAGES = 72  # how many stages a shallow step has
+POINTERS = 80
 # A stage's entry in the table: kernel, arguments, whether a barrier follows.
 STAGE_WORDS = 3
 PRIVATE_WORDS = POINTERS // 8 + STEP_WORDS
@@ -247,9 +249,10 @@ def serve(control: int, record: int, table: int, stages: int, private: int, rank
         store_release(private + POINTERS + 8 * STEP_SKIP, 0)
         outcome = _COMPLETED
         if load_acquire(record + ALONE) == 0:
+            count = stages if load_acquire(record + SHALLOW) == 0 else load_acquire(private + SHALLOW_STAGES)
             for lap in range(1 + load_acquire(record + AHEAD)):
                 store_release(private + POINTERS + 8 * STEP_LAP, lap)
-                outcome = _run_stages(control, table, stages, private, rank, ranks, step)
+                outcome = _run_stages(control, table, count, private, rank, ranks, step)
                 if outcome != _COMPLETED:
                     break
         _report(control, rank, load_acquire(private + REPORTERS), step, outcome)

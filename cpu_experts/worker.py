@@ -21,6 +21,7 @@ from bloomery.cpu_experts.stage import STEP_TOKENS
 from bloomery.cpu_experts.workload import Workload
 from bloomery.runtime.arena import TICKS_PER_STAGE, Arena, ArenaLayout, Lowered
 from bloomery.runtime.host_weights import HostWeights, WeightLayout, copied_tensors, lock_mapped
+from bloomery.runtime.shallow_steps import shallow_part
 from bloomery.runtime.step_record import LINE, RECORD_ARRAYS, STAGE_BITS, STEP, record_array_offset
 from bloomery.runtime.worker_life import live
 from bloomery.runtime.worker_link import Link
@@ -113,6 +114,7 @@ class Worker:
         private[interpreter.YIELDS // 8] = self._start.yields
         private[interpreter.IDLE_NS // 8] = self._start.idle_ns
         private[interpreter.DEADLINE_NS // 8] = self._start.deadline_ns
+        private[interpreter.SHALLOW_STAGES // 8] = self._shallow_stages()
         private[interpreter.REPORTERS // 8] = self._start.shape.ranks
         if self._start.time_stages:
             ticks = arena.address("ticks") + 8 * TICKS_PER_STAGE * self._lowered.stages * self._start.rank
@@ -123,6 +125,14 @@ class Worker:
             pointers[STEP_TOKENS + index] = arena.address("record") + offset
         self._memory = (table, arguments, private)
         return arena
+
+    def _shallow_stages(self) -> int:
+        """How many stages a shallow step has; all of them where there are no such steps."""
+        part = shallow_part(self._workload.program)
+        if part is None:
+            return len(self._stages)
+        names = {op.name for op in self._workload.program.ops[: part.ops]}
+        return next(i for i, stage in enumerate(self._stages) if stage.label not in names)
 
     def _copied(self) -> HostWeights | None:
         """The weights' copy in shared memory, if the coordinator has made one."""

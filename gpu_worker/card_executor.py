@@ -39,6 +39,7 @@ from bloomery.runtime.errors import StepAborted, WorkerLost
 from bloomery.runtime.executor import MOST_AHEAD, StateSnapshot, StepResult, StepRows, check_rows
 from bloomery.runtime.expert_tiers import ExpertTiers
 from bloomery.runtime.program import Program, View
+from bloomery.runtime.shallow_steps import shallow_part, shallow_program
 from bloomery.runtime.slot_states import SlotStates
 from bloomery.runtime.split_program import without_hand_offs
 from bloomery.runtime.step_parts import step_parts
@@ -115,7 +116,7 @@ class CardExecutor:
         self._sync = os.environ.get("BLOOMERY_CARD_SYNC", "") == "1"
         self._graphs = graphs and not self._sync
         self._prepared: dict[tuple[int, int, bool], _Prepared] = {}
-        self._blocks: dict[tuple[int, int], list[Launch]] = {}
+        self._blocks: dict[tuple[int, int, bool], list[Launch]] = {}
         none = self._max_rows + 1
         least = (host.stream_rows or none) if host else LEAST_ROWS
         self._least_block = none if deterministic else max(LEAST_ROWS, least)
@@ -132,7 +133,10 @@ class CardExecutor:
             with self.card.current("loading the model"):
                 self._start(slots, spare, cache_type, progress)
             self._store = CardStore(self.card, self.memory)
-            self._states = SlotStates(program.states, self._store, slots=slots, context=context, spare=spare)
+            part = shallow_part(without_hand_offs(program))
+            self.shallow_reach = part.reach if part else 0
+            sizes = {"slots": slots, "context": context, "spare": spare}
+            self._states = SlotStates(program.states, self._store, **sizes, shallow_reach=self.shallow_reach)
         except BaseException:
             if self._experts:
                 with contextlib.suppress(Exception), self.card.current("closing"):
@@ -389,7 +393,7 @@ class CardExecutor:
             cuda.memcpy_htod_async(place.tokens, record, stream)
             self._copy_brought(part)
             if block:
-                self._launch_block(last - first, len(wanted))
+                self._launch_block(last - first, len(wanted), rows.shallow)
             else:
                 self._launch(self._prepare(last - first, len(wanted)))
             if len(wanted):
@@ -407,14 +411,17 @@ class CardExecutor:
         ended.synchronize()
         on_end(int(1e6 * ended.time_since(begun)))
 
-    def _block(self, rows: int, out_rows: int) -> list[Launch]:
-        """What a prompt block of so many rows launches."""
-        launches = self._blocks.pop((rows, out_rows), None)
+    def _block(self, rows: int, out_rows: int, shallow: bool = False) -> list[Launch]:
+        """What a prompt block of so many rows launches. One that hands rows over is computed whole."""
+        launches = self._blocks.pop((rows, out_rows, shallow), None)
         if launches is None:
             kind = self._experts.kind(rows) if self._experts else None
-            program = self.program if kind and not kind.alone else without_hand_offs(self.program)
+            alone = kind is None or kind.alone
+            program = without_hand_offs(self.program) if alone else self.program
+            if shallow and alone and self.shallow_reach:
+                program = shallow_program(program)
             launches = lower_prompt(program, kind.context if kind else self.memory, rows, out_rows)
-        self._blocks[rows, out_rows] = launches
+        self._blocks[rows, out_rows, shallow] = launches
         while len(self._blocks) > _BLOCKS_KEPT:
             del self._blocks[next(iter(self._blocks))]
         return launches
@@ -460,9 +467,9 @@ class CardExecutor:
                 self._launch_eagerly(prepared.launches, wait=False)
             prepared.graph = graph
 
-    def _launch_block(self, rows: int, out_rows: int) -> None:
+    def _launch_block(self, rows: int, out_rows: int, shallow: bool) -> None:
         """A prompt block. Where experts come from the host their layers are boundaries at which a step can end."""
-        launches = self._block(rows, out_rows)
+        launches = self._block(rows, out_rows, shallow)
         if self._experts is None:
             self._launch_eagerly(launches, wait=self._sync)
             return

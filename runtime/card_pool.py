@@ -30,6 +30,7 @@ from bloomery.runtime.host_weights import check_room
 from bloomery.runtime.leg_times import LegWords, StepLegs
 from bloomery.runtime.memory_terms import CARD_ROWS, LOGITS_BYTES
 from bloomery.runtime.program import Program
+from bloomery.runtime.shallow_steps import shallow_part
 from bloomery.runtime.slot_states import SlotStates
 from bloomery.runtime.split_program import host_part
 from bloomery.runtime.stage_ticks import op_ticks
@@ -106,7 +107,9 @@ class CardPool:
         self._card = shape.processes
         store = CardRows(group, self._card, program, shape.cache_type)
         sizes = {"slots": shape.slots, "context": shape.context, "spare": shape.spare}
-        self._states = SlotStates(program.states, store, **sizes)
+        shallow = shallow_part(program)
+        self.shallow_reach = shallow.reach if shallow else 0
+        self._states = SlotStates(program.states, store, **sizes, shallow_reach=self.shallow_reach)
         self._runner = StepRunner(group, arena, [*[labels] * shape.processes, ()], stall_seconds())
         view = program.hidden
         shared = [arena.buffer(program.logits), arena.buffer(program.argmax)[:, 0]]
@@ -250,6 +253,8 @@ class CardPool:
                 results = self._shared
             for part, block in parts:
                 alone = block and len(part.tokens) >= self._alone_rows
+                if part.shallow and self._shape.processes and not alone:
+                    part = replace(part, shallow=False)  # ranks of the host go through all layers
                 if self._aborted:
                     raise StepAborted(f"aborted before row {part.positions[0]}")
                 seconds += self._runner.step(part, partial(self._states.reach.begin, part), alone)
@@ -363,7 +368,7 @@ def _parts(rows: StepRows, group: int, least_block: int) -> Iterator[tuple[StepR
     for first, last, block in step_parts(rows.slots, rows.positions, group, least_block):
         part = slice(first, last)
         wanted = rows.out_rows[(rows.out_rows >= first) & (rows.out_rows < last)] - np.int32(first)
-        yield StepRows(rows.tokens[part], rows.slots[part], rows.positions[part], wanted), block
+        yield StepRows(rows.tokens[part], rows.slots[part], rows.positions[part], wanted, shallow=rows.shallow), block
 
 
 def card_start(

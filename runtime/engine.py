@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from bloomery.runtime.drafts.drafting import Drafting
 from bloomery.runtime.engine_counters import EngineCounters
 from bloomery.runtime.errors import RequestError, StepAborted, WorkerLost
-from bloomery.runtime.executor import InBlocks, InPieces, StepExecutor, StepResult
+from bloomery.runtime.executor import InBlocks, InPieces, InShallow, StepExecutor, StepResult
 from bloomery.runtime.requests import Event, Failed, GenerationRequest
 from bloomery.runtime.sampling_checks import check_integer
 from bloomery.runtime.sampling_tools import SamplingTools
@@ -44,6 +44,8 @@ ALONE_SECONDS = 0.05
 
 AHEAD_SECONDS: Final = 0.05
 """That steps which nobody looks at may take together."""
+BACK: Final = 64
+"""So many positions before a prompt's end another one can still go on, however little of the prompt was computed."""
 
 
 class Engine:
@@ -74,6 +76,7 @@ class Engine:
         pieces = executor.copy_pieces if isinstance(executor, InPieces) else None
         self._pool = SlotPool(executor.slots, executor.copy_prefix, executor.continuable, self._snapshots, pieces)
         block_rows = executor.stream_rows if isinstance(executor, InBlocks) else 0
+        self._shallow_reach = executor.shallow_reach if isinstance(executor, InShallow) else 0
         self._scheduler = Scheduler(executor.max_rows, executor.max_out_rows, block_rows)
         self._counters = EngineCounters(executor.slots)
         self._lock = threading.Lock()  # guards the next five; never held during a step, a copy or a sink's call
@@ -307,6 +310,13 @@ class Engine:
         room = int(min(room, self._step_ahead, self._ahead_seconds / self._decode_seconds))
         return min(room, self._executor.most_ahead(len(parts))) if room else 0
 
+    def _is_shallow(self, parts: list[tuple[Sequence, int]], out_rows: list[int]) -> bool:
+        """Whether all rows are of prompts that go on so far that nothing near reads what these rows have in windows,
+        from the end of the prompt or from BACK positions before it. Who drafts may want every row."""
+        if not self._shallow_reach or self._drafting or any(out_rows):
+            return False
+        return all(sequence.prompt_left - rows > self._shallow_reach + BACK for sequence, rows in parts)
+
     def _prepare(self, request: GenerationRequest, sink: Sink) -> Sequence:
         request_id = request.request_id
         with self._lock:
@@ -407,7 +417,7 @@ class Engine:
     ) -> StepResult | None:
         """Runs a step; None if it has no result. Nothing is recorded of such a step: its rows are computed again. One
         with prompt rows, or that others follow, is cut short once nobody wants it any more."""
-        rows = step_rows(parts, out_rows, ahead)
+        rows = step_rows(parts, out_rows, ahead, self._is_shallow(parts, out_rows))
         long = prompt or ahead > 0
         if long:
             with self._lock:

@@ -20,7 +20,9 @@ class StepRows:
     buffers that the program wants filled (float32, R x width).
 
     With `ahead` the step is followed by so many more without a look in between: each row's greedy token is its token of
-    the next one, at the next position. All rows are wanted then, and each is of another slot."""
+    the next one, at the next position. All rows are wanted then, and each is of another slot.
+
+    `shallow`: of these rows nothing has to be computed that only near ones read (`InShallow`). None is wanted then."""
 
     tokens: NDArray[np.int32]
     slots: NDArray[np.int32]
@@ -28,6 +30,7 @@ class StepRows:
     out_rows: NDArray[np.int32]
     inputs: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     ahead: int = 0
+    shallow: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.slots) == len(self.positions) > 0
@@ -143,6 +146,15 @@ class InBlocks(Protocol):
         """From so many neighbouring rows of a slot on; 0: there is no such number."""
 
 
+@runtime_checkable
+class InShallow(Protocol):
+    """What an executor may have besides: steps of which less is computed, since only rows far behind will be wanted."""
+
+    @property
+    def shallow_reach(self) -> int:
+        """A wanted row must be at least so many positions behind the last row of a shallow step; 0: there are none."""
+
+
 def check_rows(rows: StepRows, executor: StepExecutor, vocabulary: int) -> None:
     """ValueError for rows that the executor does not serve. They come from this process, but a wrong one would
     overwrite another sequence's cache without a trace."""
@@ -154,6 +166,8 @@ def check_rows(rows: StepRows, executor: StepExecutor, vocabulary: int) -> None:
             raise ValueError("steps ahead are for rows of different slots, all of them wanted")
         if not 0 <= rows.ahead <= executor.most_ahead(len(rows.tokens)):
             raise ValueError(f"{rows.ahead} steps ahead of {len(rows.tokens)} rows: more than the executor serves")
+    if rows.shallow and (len(rows.out_rows) or rows.ahead):
+        raise ValueError("of a shallow step no rows can be wanted")
     limits = (
         ("token", rows.tokens, vocabulary),
         ("slot", rows.slots, executor.slots),

@@ -90,6 +90,7 @@ from bloomery.runtime.reference_ops import (
     routed_experts,
     swiglu,
 )
+from bloomery.runtime.shallow_steps import shallow_part
 from bloomery.runtime.slot_states import SlotStates
 from bloomery.runtime.steps_ahead import single_steps
 
@@ -131,7 +132,9 @@ class ReferenceExecutor:
             state.name: np.zeros((slots, state.rows(context, spare), self._stored(state.width)), dtypes[state.kind])
             for state in program.states.values()
         }
-        self._slot_states = SlotStates(program.states, self._states, slots=slots, context=context, spare=spare)
+        self._shallow = shallow_part(program)
+        sizes = {"slots": slots, "context": context, "spare": spare}
+        self._slot_states = SlotStates(program.states, self._states, **sizes, shallow_reach=self.shallow_reach)
         self._buffers = ReferenceBuffers(program, self.dtype)
         self._lock = threading.Lock()
         self._running = self._aborted = False
@@ -167,21 +170,28 @@ class ReferenceExecutor:
             self._slot_states.reach.begin(rows)
             for name in self.program.inputs:
                 self._buffers[name] = np.array(rows.inputs[name], self.dtype)
-            for op in self.program.ops:
+            shallow = rows.shallow and self._shallow
+            for op in self.program.ops[: shallow.ops] if shallow else self.program.ops:
                 if self._aborted:
                     raise StepAborted(f"aborted before op {op.name}")
                 self._execute(op, rows)
         finally:
             with self._lock:
                 self._running = False
+        for name in (self.program.logits, self.program.argmax) if shallow else ():
+            self._buffers[name] = np.zeros((0, self.program.buffers[name].width), self.dtype)
         seconds = time.perf_counter() - started
         self._steps, self._rows, self._seconds = self._steps + 1, self._rows + len(rows.tokens), self._seconds + seconds
         logits = self._buffers[self.program.logits].astype(np.float32, copy=False)
         view = self.program.hidden
-        hidden = None if view is None else self._buffers[view.buffer][:, view.start : view.end]
+        hidden = None if view is None or shallow else self._buffers[view.buffer][:, view.start : view.end]
         rows_made_of = None if hidden is None else hidden.astype(np.float32, copy=False)
         reports = {name: self._buffers[name].astype(np.float32, copy=False) for name in self.program.reports}
         return StepResult(logits, self._buffers[self.program.argmax][:, 0], seconds, rows_made_of, reports)
+
+    @property
+    def shallow_reach(self) -> int:
+        return self._shallow.reach if self._shallow else 0
 
     def most_ahead(self, rows: int) -> int:
         return max(0, min(MOST_AHEAD, self._spare, self.max_out_rows // rows - 1))

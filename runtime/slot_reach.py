@@ -17,24 +17,32 @@ from bloomery.runtime.states import CacheState, RingState
 class SlotReach:
     """A slot that ran up to position high - 1 can go on at high - spare - 1 to high, and at no position before one that
     it was restored to. Position 0 begins a new sequence and is always possible. Without rings every position is, unless
-    what the slots held is lost (`forget`)."""
+    what the slots held is lost (`forget`). Behind the last row of a shallow step only its own sequence goes on, whose
+    next wanted row is `shallow_reach` positions further."""
 
-    def __init__(self, states: Iterable[CacheState], *, slots: int, context: int, spare: int) -> None:
+    def __init__(
+        self, states: Iterable[CacheState], *, slots: int, context: int, spare: int, shallow_reach: int = 0
+    ) -> None:
         self._rings = any(isinstance(state, RingState) for state in states)
         self._context, self._spare = context, spare
         self._low, self._high = [0] * slots, [0] * slots
+        self._shallow_reach = shallow_reach
+        self._deep = [0] * slots  # the first position from which rows have been computed whole
         self._whole = [context] * slots  # positions that are not known to be lost
 
     def continuable(self, slot: int) -> range:
         """The positions at which a step of this slot may begin, besides 0."""
         if self._rings:
-            return range(self._low[slot], self._high[slot] + 1)
+            return range(max(self._low[slot], self._first_wanted(slot)), self._high[slot] + 1)
         return range(self._whole[slot] + 1)
+
+    def _first_wanted(self, slot: int) -> int:
+        return self._deep[slot] + self._shallow_reach if self._deep[slot] else 0
 
     def forget(self) -> None:
         """What the slots held is gone: they begin anew."""
         for slot in range(len(self._high)):
-            self._low[slot] = self._high[slot] = self._whole[slot] = 0
+            self._low[slot] = self._high[slot] = self._whole[slot] = self._deep[slot] = 0
 
     def require(self, slot: int, position: int) -> None:
         """Raises ValueError (a defect of the caller) if the slot cannot go on at `position`."""
@@ -50,9 +58,21 @@ class SlotReach:
         that is aborted counts: its rows may have been written."""
         runs = [(int(slot), rows.positions[rows.slots == slot]) for slot in np.unique(rows.slots)]
         for slot, positions in runs:
-            self.require(slot, int(positions[0]))
+            if positions[0] != self._high[slot] or not self._deep[slot]:
+                self.require(slot, int(positions[0]))
+        for slot, position in zip(rows.slots[rows.out_rows], rows.positions[rows.out_rows], strict=True):
+            begins = any(slot == other and positions[0] == 0 for other, positions in runs)
+            if not begins and position < self._first_wanted(slot):
+                raise ValueError(
+                    f"the row of slot {slot} at position {position} is wanted, which needs rows before that were not"
+                    f" computed whole; {self._first_wanted(slot)} is the first that can be"
+                )
         for slot, positions in runs:
             low = self._low[slot] if positions[0] else 0
+            if rows.shallow:
+                self._deep[slot] = int(positions[-1]) + 1
+            elif not positions[0]:
+                self._deep[slot] = 0
             self._high[slot] = int(positions[-1]) + 1 + rows.ahead
             self._low[slot] = max(low, self._high[slot] - self._spare - 1)
             self._whole[slot] = max(self._whole[slot], self._high[slot])
@@ -64,6 +84,7 @@ class SlotReach:
     def restored(self, slot: int, positions: int, first: int | None = None) -> None:
         """The slot now holds what a sequence needs to go on at any position from `first` (None: `positions`) to
         `positions`, and nothing older."""
+        self._deep[slot] = 0
         self._low[slot] = positions if first is None else first
         self._high[slot] = positions
         self._whole[slot] = max(self._whole[slot], positions)

@@ -90,12 +90,14 @@ class SlotStates:
         slots: int,
         context: int,
         spare: int,
+        shallow_reach: int = 0,
     ) -> None:
         self._states = states
         self._store: RowStore = ArrayRows(states, store) if isinstance(store, Mapping) else store
         self._counts = {name: state.rows(context, spare) for name, state in states.items()}
         self._slots, self._context = slots, context
-        self.reach = SlotReach(states.values(), slots=slots, context=context, spare=spare)
+        sizes = {"slots": slots, "context": context, "spare": spare}
+        self.reach = SlotReach(states.values(), **sizes, shallow_reach=shallow_reach)
 
     def rows(self, name: str, logical: NDArray[Any]) -> NDArray[Any]:
         """Where logical rows lie in a slot of state `name`."""

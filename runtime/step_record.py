@@ -57,11 +57,12 @@ DETAIL = LINE + 16
 SLEEPING = LINE + 24
 
 # Step record: R, O, steps ahead, whether the card computes the step alone (the ranks of the host then leave it at
-# once: no hand-off comes), four int32 arrays.
+# once: no hand-off comes), whether it is shallow (then ranks run the first stages only), four int32 arrays.
 ROWS = 0
 OUT_ROWS = 8
 AHEAD = 16
 ALONE = 24
+SHALLOW = 32
 RECORD_ARRAYS = ("tokens", "slots", "positions", "out_rows")
 
 
@@ -92,7 +93,7 @@ class StepRecord:
     (uint8, record_bytes)."""
 
     def __init__(self, memory: NDArray[np.uint8], max_rows: int) -> None:
-        self._counts = memory[: 4 * 8].view(np.int64)
+        self._counts = memory[: 5 * 8].view(np.int64)
         starts = [record_array_offset(index, max_rows) for index in range(len(RECORD_ARRAYS))]
         self._arrays = [memory[start : start + 4 * max_rows].view(np.int32) for start in starts]
 
@@ -103,6 +104,7 @@ class StepRecord:
         self._counts[1] = len(rows.out_rows)
         self._counts[2] = rows.ahead
         self._counts[3] = alone
+        self._counts[4] = rows.shallow
         tokens, slots, positions, out_rows = self._arrays
         tokens[:count] = rows.tokens
         slots[:count] = rows.slots
@@ -125,7 +127,8 @@ class StepRecord:
         if not count:
             return None
         tokens, slots, positions, out_rows = self._arrays
-        return StepRows(tokens[:count], slots[:count], positions[:count], out_rows[:wanted], ahead=self.ahead)
+        lines = (tokens[:count], slots[:count], positions[:count], out_rows[:wanted])
+        return StepRows(*lines, ahead=self.ahead, shallow=bool(self._counts[4]))
 
     def write_drill(self) -> None:
         """No rows: the ranks meet at their barriers and run no stage."""

@@ -8,7 +8,9 @@ from bloomery.runtime.executor import StepRows
 from bloomery.runtime.sequence import Sequence
 
 
-def step_rows(parts: list[tuple[Sequence, int]], out_rows: list[int], ahead: int = 0) -> StepRows:
+def step_rows(
+    parts: list[tuple[Sequence, int]], out_rows: list[int], ahead: int = 0, shallow: bool = False
+) -> StepRows:
     """The next rows of each sequence, one sequence after the other; the last `out_rows` of each want logits. So many
     steps `ahead` follow, if any."""
     total = sum(rows for _, rows in parts)
@@ -23,4 +25,4 @@ def step_rows(parts: list[tuple[Sequence, int]], out_rows: list[int], ahead: int
         slots[begin:end] = slot.index
         positions[begin:end] = np.arange(slot.count, slot.count + rows)
         wanted.extend(range(end - outs, end))
-    return StepRows(tokens, slots, positions, np.array(wanted, dtype=np.int32), ahead=ahead)
+    return StepRows(tokens, slots, positions, np.array(wanted, dtype=np.int32), ahead=ahead, shallow=shallow)
