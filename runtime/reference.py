@@ -25,7 +25,7 @@ from bloomery.runtime.cache_types import (
 from bloomery.runtime.dequantised_weights import DequantisedWeights
 from bloomery.runtime.engram_hash import NO_TOKEN
 from bloomery.runtime.errors import StepAborted
-from bloomery.runtime.executor import MOST_AHEAD, StateSnapshot, StepResult, StepRows
+from bloomery.runtime.executor import MOST_AHEAD, StateSnapshot, StepResult, StepRows, check_rows
 from bloomery.runtime.ops_deepseek4 import (
     EngramGate,
     EngramRows,
@@ -488,14 +488,4 @@ class ReferenceExecutor:
 
     def _check(self, rows: StepRows) -> None:
         """Refuses rows outside the caches or the vocabulary (a defect of the caller): ValueError."""
-        limits = (
-            ("rows", len(rows.tokens), self._max_rows + 1),
-            ("rows with logits", len(rows.out_rows), self._max_out_rows + 1),
-            ("token", rows.tokens, self.program.vocabulary),
-            ("slot", rows.slots, self._slots),
-            ("position", rows.positions, self._context),
-            ("row with logits", rows.out_rows, len(rows.tokens)),
-        )
-        for what, value, limit in limits:
-            if np.size(value) and (np.min(value) < 0 or np.max(value) >= limit):
-                raise ValueError(f"{what} {np.min(value)} to {np.max(value)}, expected 0 to {limit - 1}")
+        check_rows(rows, self, self.program.vocabulary)

@@ -116,11 +116,11 @@ def test_abort_ends_the_running_step_at_an_op_boundary(monkeypatch: pytest.Monke
 def test_rows_outside_the_executor_are_refused() -> None:
     executor = reference(f32_file("llama"), context=16, slots=2, max_rows=8)
     bad = [
-        (rows_of(TOKENS[:9]), "rows 9"),
-        (rows_of(TOKENS[:2], slot=2), "slot 2"),
-        (rows_of(TOKENS[:2], start=15), "position 15 to 16"),
-        (rows_of(np.array([512])), "token 512"),
-        (rows_of(np.array([-1])), "token -1"),
+        (rows_of(TOKENS[:9]), "9 rows, 9 wanted"),
+        (rows_of(TOKENS[:2], slot=2), r"slot outside 0\.\.1: \[2 2\]"),
+        (rows_of(TOKENS[:2], start=15), r"position outside 0\.\.15: \[15 16\]"),
+        (rows_of(np.array([512])), r"token outside 0\.\.511: \[512\]"),
+        (rows_of(np.array([-1])), r"token outside 0\.\.511: \[-1\]"),
     ]
     for rows, message in bad:
         with pytest.raises(ValueError, match=message):
