@@ -12,7 +12,6 @@ end up in the order of the rows.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -28,7 +27,6 @@ from bloomery.cpu_experts.simd import Emitter, Value, emits, f16x8, f32x4, f32x8
 
 _INT = types.int64
 _tuple: Any = types.Tuple
-_ROW_BY_ROW: Final = ("Q6_K",)  # nothing is gained where two rows share a register: bytes joined cost what scales gain
 _EVEN: Final = (0, 2, 4, 6)
 _ODD: Final = (1, 3, 5, 7)
 
@@ -38,7 +36,7 @@ Amid = Callable[[Value], None]
 
 def with_carried_sums(name: str) -> bool:
     """Whether `CarriedDots` knows the type and this variant gains by it."""
-    return (name in PAIRED_BLOCKS or name in _ROW_BY_ROW) and not at_least(AVX512VNNI)
+    return name in PAIRED_BLOCKS and not at_least(AVX512VNNI)
 
 
 class CarriedDots:
@@ -54,7 +52,7 @@ class CarriedDots:
     finish: Any
 
     def __init__(self, name: str) -> None:
-        self.name, self.facts = name, SUPER_BLOCKS[name]
+        self.facts, self.kind = SUPER_BLOCKS[name], PAIRED_BLOCKS[name]
         self.minima = self.facts.minimum_at is not None
         lanes = (i32x8, f32x8) if self.minima else (i32x4, f32x4)
         state = _tuple((f32x4, *lanes))
@@ -90,8 +88,9 @@ class CarriedDots:
         def amid(computed: Value) -> None:
             accumulated.append(self._accumulated(s, acc, s.after(sums, computed), factors))
 
-        make = self._row_by_row if self.name in _ROW_BY_ROW else self._paired
-        following = make(s, addresses, x_values, x_sums, amid)
+        make = self._paired if self.kind.halves_add else self._row_by_row
+        pairs = [self.kind(s, (addresses[row], addresses[row + 2])) for row in range(2)]
+        following = make(s, pairs, x_values, x_sums, amid)
         return *accumulated, following, self._factors(s, addresses, x_d)
 
     def _factors(self, s: Emitter, addresses: Sequence[Value], x_d: Value) -> Value:
@@ -101,62 +100,66 @@ class CarriedDots:
         words = s.gather_lanes(i32x4, [s.load_scalar("i32", address, self.facts.d_at) for address in addresses])
         return s.fmul(s.widen(f32x8, s.as_(f16x8, words)), s.splat(f32x8, dx))
 
-    def _row_by_row(self, s: Emitter, addresses: Sequence[Value], x_values: Value, x_sums: Value, amid: Amid) -> Value:
-        beside, shift = s.load(i16x16, x_sums), self.facts.offset.bit_length() - 1
-        totals = []
-        for row, address in enumerate(addresses):
-            block = self.facts(s, address)
-            total = None
+    def _row_by_row(
+        self, s: Emitter, pairs: Sequence[PairedBlocks], x_values: Value, x_sums: Value, amid: Amid
+    ) -> Value:
+        beside = s.load(i16x16, x_sums)
+        totals, by_sums = [], []
+        for row in range(4):
+            pair, second = pairs[row % 2], row // 2
+            block = pair.one(second)
+            # LLVM would keep activations from one row to the next, in the frame: as operands they cost nothing
+            x = s.opaque(x_values)
+            mine: dict[int, Value] = {}
             for group in range(8):
-                products = s.pair_products_u8(block.values(group), s.load(i8x32, x_values, 32 * group))
-                scaled = s.pair_products_i16(products, block.scale(group))
-                total = scaled if total is None else s.add(total, scaled)
+                values, lift = block.values(group)
+                products = s.pair_products_u8(values, s.load(i8x32, x, 32 * group))
+                _add(s, mine, lift, s.pair_products_i16(products, block.scale(group)))
                 if (row, group) == (1, 4):
-                    amid(total)
-            totals.append(s.sub(total, s.shl(s.pair_products_i16(block.scales, beside), shift)))
-        fours = _added(s, _added(s, totals[0], totals[1], 1), _added(s, totals[2], totals[3], 1), 2)
-        return s.add(s.low(fours), s.high(fours))
+                    amid(mine[lift])
+            total = _brought_down(s, mine)
+            if self.minima:
+                by_sums.append(s.pair_products_i16(pair.of_row(pair.minima, second), beside))
+            else:
+                by_scales = s.pair_products_i16(block.scales[0], beside)
+                total = s.sub(total, s.shl(by_scales, self.facts.offset.bit_length() - 1))
+            totals.append(total)
+        if not self.minima:
+            fours = _added(s, _added(s, totals[0], totals[1], 1), _added(s, totals[2], totals[3], 1), 2)
+            return s.add(s.low(fours), s.high(fours))
+        twos = [_added(s, total, minima, 1) for total, minima in zip(totals, by_sums)]
+        lower, upper = (_added(s, twos[row], twos[row + 1], 2) for row in (0, 2))
+        return s.add(s.concat(s.low(lower), s.low(upper)), s.concat(s.high(lower), s.high(upper)))
 
-    def _paired(self, s: Emitter, addresses: Sequence[Value], x_values: Value, x_sums: Value, amid: Amid) -> Value:
-        kind = PAIRED_BLOCKS[self.name]
-        pairs = [kind(s, (addresses[row], addresses[row + 2])) for row in range(2)]
-        beside = [s.as_(i16x16, _on_both_sides(s, x_sums, 16 * odd)) for odd in range(2)]  # even sub-blocks, odd ones
-        if kind.halves_add:
-            beside = [s.add(*beside)]
-        by_sums = []
-        for pair in pairs:
-            those = pair.minima if self.minima else pair.scales
-            by_sums.append(functools.reduce(s.add, [s.pair_products_i16(*both) for both in zip(those, beside)]))
-        totals = self._paired_totals(s, pairs, x_values, amid)
-        if self.minima:
-            first, second = (_added(s, total, minima, 1) for total, minima in zip(totals, by_sums))
-            return _added(s, first, second, 2)
-        shift = self.facts.offset.bit_length() - 1
-        first, second = (s.sub(total, s.shl(offset, shift)) for total, offset in zip(totals, by_sums))
-        twos = _added(s, first, second, 1)
-        fours = s.add(twos, s.lanes(twos, [2, 3, 0, 1, 6, 7, 4, 5]))
-        return s.ashr(s.lanes(fours, [0, 1, 4, 5]), kind.scales_lifted)
-
-    def _paired_totals(self, s: Emitter, pairs: Sequence[PairedBlocks], x_values: Value, amid: Amid) -> list[Value]:
-        """i32x8 for each of two pairs of rows: four partial sums of scaled products of each row."""
-        totals: list[dict[int, Value]] = [{} for _ in pairs]  # by lift
+    def _paired(self, s: Emitter, pairs: Sequence[PairedBlocks], x_values: Value, x_sums: Value, amid: Amid) -> Value:
+        beside = s.as_(i16x16, s.add(*(s.as_(i16x16, _on_both_sides(s, x_sums, 16 * odd)) for odd in range(2))))
+        by_sums = [s.pair_products_i16(pair.minima[0], beside) for pair in pairs]
+        totals: list[dict[int, Value]] = [{} for _ in pairs]
         for first in range(0, 8, 2):
-            places = [(group, half) for half in range(2) for group in (first, first + 1)]
-            x = {(group, half): _on_both_sides(s, x_values, 32 * group + 16 * half) for group, half in places}
+            groups = (first, first + 1)
+            x = {
+                (group, half): _on_both_sides(s, x_values, 32 * group + 16 * half)
+                for half in range(2)
+                for group in groups
+            }
             for pair, mine in zip(pairs, totals):
-                products, lifts = {}, {}
-                for group, half in places:
-                    values, lifts[group] = pair.values(group, half)
-                    products[group, half] = s.pair_products_u8(values, x[group, half])
-                for group in (first, first + 1):
-                    halves = [products[group, half] for half in range(2)]
-                    for half, product in enumerate([s.add(*halves)] if pair.halves_add else halves):
-                        scaled = s.pair_products_i16(product, pair.scale(group, half))
-                        lift = lifts[group]
-                        mine[lift] = s.add(mine[lift], scaled) if lift in mine else scaled
+                products: dict[int, Value] = {}
+                lifts = {}
+                for half in range(2):
+                    for group in groups:
+                        values, lifts[group] = pair.values(group, half)
+                        product = s.pair_products_u8(values, x[group, half])
+                        products[group] = s.add(products[group], product) if half else product
+                for group in groups:
+                    _add(s, mine, lifts[group], s.pair_products_i16(products[group], pair.scale(group)))
                 if first == 0 and pair is pairs[-1]:
-                    amid(mine[lifts[0]])
-        return [_brought_down(s, mine) for mine in totals]
+                    amid(mine[0])
+        first, second = (_added(s, _brought_down(s, mine), minima, 1) for mine, minima in zip(totals, by_sums))
+        return _added(s, first, second, 2)
+
+
+def _add(s: Emitter, totals: dict[int, Value], lift: int, scaled: Value) -> None:
+    totals[lift] = s.add(totals[lift], scaled) if lift in totals else scaled
 
 
 def _on_both_sides(s: Emitter, address: Value, at: int) -> Value:

@@ -1,10 +1,11 @@
-"""How the blocks of K types are taken apart in registers of 32 bytes that hold 16 bytes of each of two rows (AVX2).
+"""How the blocks of K types are taken apart in registers of 32 bytes, those of two rows together (AVX2).
 
 Owns which bits become values there, where they lie and how much too great they are left. It does not know how blocks
-are multiplied (`carried_dots`). The same blocks one at a time, and the facts of each type, are `block_formats`.
+are multiplied (`carried_dots`). The same blocks for other uses, and the facts of each type, are `block_formats`.
 
-The scales of both rows are unpacked together. A part of a byte is left where it lies if that is possible: products of
-it are 2 to some power (its lift) too great.
+The scales of two rows are unpacked together, 16 bytes of a register each. The values of types with a scale for each 32
+elements are too: the products of both halves of 32 then meet a scale together. A part of a byte is left where it lies
+if that is possible: products of it are 2 to some power (its lift) too great.
 """
 
 from __future__ import annotations
@@ -17,17 +18,30 @@ from bloomery.cpu_experts.simd import Emitter, Value, i8x16, i8x32, i16x16, i32x
 
 
 class PairedBlocks:
-    """A block of each of two rows, taken apart lazily. Vectors have the first row's lanes below the second's."""
+    """A block of each of two rows, taken apart lazily: vectors have the first row's lanes below the second's. Or one of
+    these rows alone."""
 
     halves_add: ClassVar[bool] = False  # 32 elements have one scale, and the products of both halves fit i16 together
-    scales_lifted: ClassVar[int] = 0  # scales are 2 to this power too great
 
     def __init__(self, emitter: Emitter, addresses: Sequence[Value]) -> None:
         self.s = emitter
         self.addresses = addresses
 
+    def one(self, row: int) -> PairedBlocks:
+        """One of both rows."""
+        alone = type(self)(self.s, self.addresses[row : row + 1])
+        alone.scales = [self.of_row(self.scales, row)]
+        return alone
+
+    def of_row(self, both: Sequence[Value], row: int) -> Value:
+        """i16x16 in split order of one row's `scales` or `minima`."""
+        even, odd = both
+        return self.s.shuffle(even, odd, [place + 8 * row + lane for place in (0, 16) for lane in range(8)])
+
     def load(self, at: int) -> Value:
-        """i8x32: 16 bytes of each block."""
+        """i8x32: 16 bytes of each block, or 32 of one."""
+        if len(self.addresses) == 1:
+            return self.s.load(i8x32, self.addresses[0], at)
         return self.s.concat(*(self.s.load(i8x16, address, at) for address in self.addresses))
 
     @functools.cached_property
@@ -40,22 +54,22 @@ class PairedBlocks:
         """The same of minima."""
         raise NotImplementedError
 
-    def values(self, group: int, half: int) -> tuple[Value, int]:
+    def values(self, group: int, half: int = 0) -> tuple[Value, int]:
         """i8x32 of elements 32*group + 16*half and on, and their lift."""
         raise NotImplementedError
 
     @functools.cached_property
-    def _twice(self) -> list[list[Value]]:
-        """For each of `scales` two i32x8 whose words are a scale twice. LLVM would see through these and look scales up
-        by masks, which there are no registers for."""
-        s = self.s
+    def _twice(self) -> list[Value]:
+        """Two i32x8 whose words are a scale twice. LLVM would see through these and look scales up by masks, which
+        there are no registers for."""
+        s, (scales,) = self.s, self.scales
         places = [[lane + first + at for lane in (0, 8) for at in range(4) for _ in range(2)] for first in (0, 4)]
-        return [[s.opaque(s.as_(i32x8, s.lanes(scales, lanes))) for lanes in places] for scales in self.scales]
+        return [s.opaque(s.as_(i32x8, s.lanes(scales, lanes))) for lanes in places]
 
-    def scale(self, group: int, half: int) -> Value:
-        """i16x16 that multiplies the pair products of `values(group, half)`."""
+    def scale(self, group: int) -> Value:
+        """i16x16 that multiplies the pair products of `values(group)`."""
         upper, part = divmod(group, 4)
-        twice = self._twice[half % len(self.scales)][upper]
+        twice = self._twice[upper]
         return self.s.as_(i16x16, self.s.lanes(twice, [part] * 4 + [4 + part] * 4))
 
 
@@ -87,7 +101,7 @@ class _Q4_K(PairedBlocks):
     def minima(self) -> list[Value]:
         return [self._eight(8)]
 
-    def values(self, group: int, half: int) -> tuple[Value, int]:
+    def values(self, group: int, half: int = 0) -> tuple[Value, int]:
         packed = self.load(self.quants_at + 32 * (group // 2) + 16 * half)
         return self.s.bytes_shr(packed, 4 * (group % 2), 15), 0
 
@@ -95,7 +109,7 @@ class _Q4_K(PairedBlocks):
 class _Q5_K(_Q4_K):
     quants_at = 48
 
-    def values(self, group: int, half: int) -> tuple[Value, int]:
+    def values(self, group: int, half: int = 0) -> tuple[Value, int]:
         s, (pair, odd) = self.s, divmod(group, 2)
         packed = self.load(self.quants_at + 32 * pair + 16 * half)
         low = s.bytes_shr(packed, 3, 0x1E) if odd else s.and_(packed, s.splat_constant(i8x32, 15))
@@ -104,10 +118,8 @@ class _Q5_K(_Q4_K):
 
 
 class _Q3_K(PairedBlocks):
-    scales_lifted = 8
-    _MOVES: Final = ((0, 2), (0, 3), (-2, 2), (-2, 3), (0, -2), (0, -1), (-2, -2), (-2, -1))
-    """For each group how far its two lower bits move up, and its third bits so that they lie above them: chosen so that
-    no more than six different moves are needed."""
+    _THIRD: Final = [[(bits >> odd & 1) << 2 | (bits >> odd + 2 & 1) << 6 for bits in range(16)] for odd in range(2)]
+    """Of four groups' third bits two: bit 2 and bit 6 of a byte, for the even groups and for the odd ones."""
 
     @functools.cached_property
     def scales(self) -> list[Value]:
@@ -119,14 +131,37 @@ class _Q3_K(PairedBlocks):
         high = s.lshr(s.shl(high, [4, 2, 0, 0] * 2), [0, 0, 0, 2] * 2)
         biased = s.as_(i8x32, s.or_(low, s.and_(high, s.splat_constant(i32x8, 0x30303030))))
         words = s.as_(i16x16, s.sub(biased, s.splat_constant(i8x32, 32)))
-        return [s.shl(words, 8), s.and_(words, s.splat_constant(i16x16, 0xFF00))]
+        return _signed_halves(s, words)
 
-    def values(self, group: int, half: int) -> tuple[Value, int]:
+    @functools.cached_property
+    def _two_groups(self) -> dict[tuple[int, int], Value]:
+        """For (half of the block, first group): two groups, the second of which is two after the first and lies 4 bits
+        above it; others share bits 3 and 7. LLVM would take the groups apart before they meet."""
+        s = self.s
+        found = {}
+        for upper in range(2):
+            fours = s.bytes_shr(self.load(0), 4 * upper, 15)
+            for odd in range(2):
+                low = s.bytes_shr(self.load(32 + 32 * upper), 2 * odd, 0x33)
+                found[upper, odd] = s.opaque(s.or_(low, s.table(s.bytes32(self._THIRD[odd] * 2), fours)))
+        return found
+
+    def values(self, group: int, half: int = 0) -> tuple[Value, int]:
         upper, part = divmod(group, 4)
-        low_up, high_up = self._MOVES[group]
-        lift = 2 * part + low_up
-        low = _moved(self.s, self.load(32 + 32 * upper + 16 * half), low_up, 3 << lift)
-        return self.s.or_(low, _moved(self.s, self.load(16 * half), high_up, 4 << lift)), lift
+        later, odd = divmod(part, 2)
+        lift = 4 * later
+        return self.s.and_(self._two_groups[upper, odd], self.s.splat_constant(i8x32, 7 << lift)), lift
+
+
+class _Q6_K(PairedBlocks):
+    @functools.cached_property
+    def scales(self) -> list[Value]:
+        return _signed_halves(self.s, self.s.as_(i16x16, self.load(192)))
+
+    def values(self, group: int, half: int = 0) -> tuple[Value, int]:
+        upper, part = divmod(group, 4)
+        low = self.s.bytes_shr(self.load(64 * upper + 32 * (part % 2)), 4 * (part // 2), 15)
+        return self.s.or_(low, _moved(self.s, self.load(128 + 32 * upper), 4 - 2 * part, 0x30)), 0
 
 
 class _Q2_K(PairedBlocks):
@@ -147,10 +182,16 @@ class _Q2_K(PairedBlocks):
     def minima(self) -> list[Value]:
         return [self._nibbles(1), self._packed[3]]
 
-    def values(self, group: int, half: int) -> tuple[Value, int]:
+    def values(self, group: int, half: int = 0) -> tuple[Value, int]:
         upper, part = divmod(group, 4)
-        lift = min(2 * part, 4)  # the last part is moved down once, since products of it would not fit where it lies
-        return _moved(self.s, self.load(16 + 32 * upper + 16 * half), lift - 2 * part, 3 << lift), lift
+        later, odd = divmod(part, 2)
+        lift = 4 * later  # no more: products of the upper two bits would not fit
+        return _moved(self.s, self.load(16 + 32 * upper), -2 * odd, 3 << lift), lift
+
+
+def _signed_halves(s: Emitter, words: Value) -> list[Value]:
+    """The lower bytes of words as i16x16, and the upper ones."""
+    return [s.ashr(s.shl(words, 8), 8), s.ashr(words, 8)]
 
 
 def _moved(s: Emitter, value: Value, up: int, mask: int) -> Value:
@@ -166,4 +207,5 @@ PAIRED_BLOCKS: Final[dict[str, type[PairedBlocks]]] = {
     "Q3_K": _Q3_K,
     "Q4_K": _Q4_K,
     "Q5_K": _Q5_K,
+    "Q6_K": _Q6_K,
 }
