@@ -188,6 +188,12 @@ class Emitter:
         register = "v" if isinstance(value.type, ir.VectorType) else "r"
         return self.b.asm(ir.FunctionType(value.type, [value.type]), "", f"={register},0", [value], False)
 
+    def after(self, value: Value, *others: Value) -> Value:
+        """The same vector, which the code that uses it can have only once `others` have been computed."""
+        kinds = [value.type, *(other.type for other in others)]
+        constraints = ",".join(["=v", "0", *["v"] * len(others)])
+        return self.b.asm(ir.FunctionType(value.type, kinds), "", constraints, [value, *others], False)
+
     def table(self, table: Value, indices: Value) -> Value:
         """vpshufb: byte lookup inside each 16 bytes; a set top bit gives 0. 64 bytes need AVX-512."""
         if table.type.count == 64:

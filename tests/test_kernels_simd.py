@@ -207,6 +207,18 @@ def test_a_table_of_64_bytes_is_looked_up_in_each_16() -> None:
     np.testing.assert_array_equal(out, np.where(indices & 128, 0, table[part + (indices & 15)]))
 
 
+def test_what_comes_after_something_is_the_same() -> None:
+    x, y = generator().integers(-1000, 1000, (2, 8)).astype(np.int32)
+    out = np.empty(8, np.int32)
+
+    def late(s: Emitter, a: Value, o: Value, n: Value) -> None:
+        first = s.load(i32x8, a)
+        s.store(s.add(s.after(first, s.load(i32x8, a, 32), first), first), o)
+
+    run(late, x, y, out=out)
+    np.testing.assert_array_equal(out, 2 * x)
+
+
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_a_loop_carries_values(count: int) -> None:
     x = generator().integers(0, 1000, (6, 8)).astype(np.int32)

@@ -75,28 +75,22 @@ def _products(s: Emitter, kind: type[BlockFormat], w: Value, x: Value) -> Value:
 
 
 def _super_dots(
-    s: Emitter, kind: type[SuperBlock], rows: Sequence[Any], d: Value, dmin: Value, x: Sequence[Value], acc: Value
+    s: Emitter, kind: type[SuperBlock], addresses: Sequence[Value], x: Sequence[Value], acc: Value
 ) -> Value:
-    x_values, x_d, x_sums = x
-    totals, minima = [], []
-    sums = s.load(i16x16, x_sums)
-    for row in rows:
+    """Of types with neither an offset nor minima: those that have one are `carried_dots` or `wide_dots`."""
+    assert not kind.offset and kind.minimum_at is None
+    x_values, x_d, _ = x
+    d = block_scales(s, kind, addresses)
+    totals = []
+    for row in [kind(s, address) for address in addresses]:
         total = None
         for group in range(8):
             values, activations = row.values(group), s.load(i8x32, x_values, 32 * group)
             scaled = s.pair_products_i16(_products(s, kind, values, activations), row.scale(group))
             total = scaled if total is None else s.add(total, scaled)
-        if kind.offset:
-            shift = kind.offset.bit_length() - 1
-            total = s.sub(total, s.shl(s.pair_products_i16(row.scales, sums), shift))
         totals.append(total)
-        if kind.minimum_at is not None:
-            minima.append(s.pair_products_i16(row.minima, sums))
     dx = s.splat(f32x4, s.load_scalar("f32", x_d))
-    acc = s.fma(s.fmul(d, dx), s.to_float(f32x4, s.sum4(*totals)), acc)
-    if minima:
-        acc = s.fma(s.fneg(s.fmul(dmin, dx)), s.to_float(f32x4, s.sum4(*minima)), acc)
-    return acc
+    return s.fma(s.fmul(d, dx), s.to_float(f32x4, s.sum4(*totals)), acc)
 
 
 def _small_sums(s: Emitter, name: str, addresses: Sequence[Value], x_values: Value) -> Value:
@@ -156,9 +150,7 @@ def block_step(name: str) -> Any:
         if name == "IQ4_XS" and _vnni():
             return table_dots(s, addresses, (xq, xd, xs), acc)
         if name in SUPER_BLOCKS:
-            kind = SUPER_BLOCKS[name]
-            d, dmin = _floats(s, kind, addresses)
-            return _super_dots(s, kind, [kind(s, address) for address in addresses], d, dmin, (xq, xd, xs), acc)
+            return _super_dots(s, SUPER_BLOCKS[name], addresses, (xq, xd, xs), acc)
         return _small_dots(s, name, addresses, (xq, xd, xs), acc)
 
     return step

@@ -15,6 +15,7 @@ from numba import types
 from bloomery.cpu_experts.isa import prefetch_distance
 from bloomery.cpu_experts.kernels.block_dots import aligned_frame, block_step, pair_step, quad_step
 from bloomery.cpu_experts.kernels.block_formats import SMALL_BLOCKS, SUPER_BLOCKS
+from bloomery.cpu_experts.kernels.carried_dots import CarriedDots, with_carried_sums
 from bloomery.cpu_experts.kernels.float_dots import ELEMENT_BYTES
 from bloomery.cpu_experts.kernels.layouts import PLANE_BYTES
 from bloomery.cpu_experts.kernels.quad_dots import QUAD, with_quads
@@ -58,7 +59,25 @@ def _row_dots(name: str) -> Callable[..., Any]:
             )  # fmt: skip
         return total
 
-    if with_quads(name):
+    if with_carried_sums(name):
+        carried = CarriedDots(name)
+        start, carried_step, finish = carried.start, carried.step, carried.finish
+
+        @inlined
+        def dots(
+            w0: int, w1: int, w2: int, w3: int, p0: int, p1: int, p2: int, p3: int, row: int, d_plane: int,
+            sums_plane: int, blocks: int,
+        ) -> Any:  # fmt: skip
+            total, sums, factors = start()
+            for block in range(blocks):
+                at = block * nbytes
+                total, sums, factors = carried_step(
+                    w0 + at, w1 + at, w2 + at, w3 + at, p0 + at, p1 + at, p2 + at, p3 + at, row + block * x_bytes,
+                    row + d_plane + block * d_bytes, row + sums_plane + block * sums_bytes, total, sums, factors,
+                )  # fmt: skip
+            return finish(total, sums, factors)
+
+    elif with_quads(name):
         four = quad_step(name)
 
         @inlined
