@@ -31,13 +31,18 @@ class SlotReach:
         self._whole = [context] * slots  # positions that are not known to be lost
 
     def continuable(self, slot: int) -> range:
-        """The positions at which a step of this slot may begin, besides 0."""
+        """The positions at which a step of this slot may begin, besides 0, if its first row may be wanted."""
+        allowed = self._held(slot)
+        return range(max(allowed.start, self._first_wanted(self._deep[slot])), allowed.stop)
+
+    def _held(self, slot: int) -> range:
+        """The positions up to which states hold what all later rows read."""
         if self._rings:
-            return range(max(self._low[slot], self._first_wanted(slot)), self._high[slot] + 1)
+            return range(self._low[slot], self._high[slot] + 1)
         return range(self._whole[slot] + 1)
 
-    def _first_wanted(self, slot: int) -> int:
-        return self._deep[slot] + self._shallow_reach if self._deep[slot] else 0
+    def _first_wanted(self, deep: int) -> int:
+        return deep + self._shallow_reach if deep else 0
 
     def forget(self) -> None:
         """What the slots held is gone: they begin anew."""
@@ -46,33 +51,27 @@ class SlotReach:
 
     def require(self, slot: int, position: int) -> None:
         """Raises ValueError (a defect of the caller) if the slot cannot go on at `position`."""
-        allowed = self.continuable(slot)
-        if position and position not in allowed:
-            raise ValueError(
-                f"slot {slot} cannot go on at position {position}; its states allow 0 and {allowed.start} to "
-                f"{allowed.stop - 1}"
-            )
+        _require(slot, position, self.continuable(slot))
 
     def begin(self, rows: StepRows) -> None:
         """Notes the positions of a step that is about to run; all or, with `require`'s ValueError, none of them. A step
         that is aborted counts: its rows may have been written."""
-        runs = [(int(slot), rows.positions[rows.slots == slot]) for slot in np.unique(rows.slots)]
-        for slot, positions in runs:
-            if positions[0] != self._high[slot] or not self._deep[slot]:
-                self.require(slot, int(positions[0]))
-        for slot, position in zip(rows.slots[rows.out_rows], rows.positions[rows.out_rows], strict=True):
-            begins = any(slot == other and positions[0] == 0 for other, positions in runs)
-            if not begins and position < self._first_wanted(slot):
+        runs = {int(slot): rows.positions[rows.slots == slot] for slot in np.unique(rows.slots)}
+        deep = {}
+        for slot, positions in runs.items():
+            first = int(positions[0])
+            _require(slot, first, self._held(slot))
+            deep[slot] = int(positions[-1]) + 1 if rows.shallow else min(self._deep[slot], first)
+        for row in rows.out_rows if any(deep.values()) else ():
+            slot, position = int(rows.slots[row]), int(rows.positions[row])
+            if position < self._first_wanted(deep[slot]):
                 raise ValueError(
                     f"the row of slot {slot} at position {position} is wanted, which needs rows before that were not"
-                    f" computed whole; {self._first_wanted(slot)} is the first that can be"
+                    f" computed whole; {self._first_wanted(deep[slot])} is the first that can be"
                 )
-        for slot, positions in runs:
+        for slot, positions in runs.items():
             low = self._low[slot] if positions[0] else 0
-            if rows.shallow:
-                self._deep[slot] = int(positions[-1]) + 1
-            elif not positions[0]:
-                self._deep[slot] = 0
+            self._deep[slot] = deep[slot]
             self._high[slot] = int(positions[-1]) + 1 + rows.ahead
             self._low[slot] = max(low, self._high[slot] - self._spare - 1)
             self._whole[slot] = max(self._whole[slot], self._high[slot])
@@ -88,3 +87,11 @@ class SlotReach:
         self._low[slot] = positions if first is None else first
         self._high[slot] = positions
         self._whole[slot] = max(self._whole[slot], positions)
+
+
+def _require(slot: int, position: int, allowed: range) -> None:
+    if position and position not in allowed:
+        raise ValueError(
+            f"slot {slot} cannot go on at position {position}; its states allow 0 and {allowed.start} to "
+            f"{allowed.stop - 1}"
+        )

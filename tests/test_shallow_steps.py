@@ -118,6 +118,23 @@ def test_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
         executor.close()
 
 
+def test_a_shallow_step_that_was_cut_is_taken_back() -> None:
+    """A prompt goes on where it was, also with whole rows; those that can be wanted come out as ever."""
+    executor = ReferenceExecutor(program_of(tiny41("a")), context=192, slots=2, max_rows=BLOCK)
+    wanted = run(executor, 0, 5)
+    for done, again in ((1, 2), (2, 3)):
+        for number in range(done + 1):
+            first = number * BLOCK
+            executor.step(replace(rows_of(TOKENS[first : first + BLOCK], start=first, out="none"), shallow=True))
+        for number in range(done, again):
+            executor.step(rows_of(TOKENS[number * BLOCK :][:BLOCK], start=number * BLOCK, out="none"))
+        for number in range(again, 4):
+            step = rows_of(TOKENS[number * BLOCK :][:BLOCK], start=number * BLOCK, out="none")
+            last = np.arange(BLOCK - 5, BLOCK, dtype=np.int32)
+            found = executor.step(replace(step, out_rows=last if number == 3 else step.out_rows)).logits
+        assert np.abs(found - wanted).max() < 1e-4 * np.abs(wanted).max()
+
+
 def test_slots_of_a_shallow_prompt_serve_nobody_else() -> None:
     executor = ReferenceExecutor(program_of(tiny41("a")), context=192, slots=2, max_rows=BLOCK)
     executor.step(replace(rows_of(TOKENS[:BLOCK], out="none"), shallow=True))
