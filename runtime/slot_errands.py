@@ -139,6 +139,9 @@ class Save(Errand):
     def moves(self) -> Iterator[None]:
         index, count, executor = self.slot.index, self.slot.count, self._executor
         tokens = self.slot.tokens[:count].copy()
+        if count and self.slot.usable(count) < count:
+            message = f"slot {index} cannot be saved: what it holds of its last prompt is not whole"
+            raise RequestError("invalid_request", message, "send the prompt again, and let it end")
         if isinstance(executor, InPieces):
             snapshot = yield from executor.snapshot_pieces(index, count)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import emulated_driver
@@ -19,6 +20,7 @@ from bloomery.gpu_worker.card_executor import CardExecutor
 from bloomery.launcher.demo_model import demo_model_path
 from bloomery.runtime.completion import new_request_id
 from bloomery.runtime.engine import BACK, Engine
+from bloomery.runtime.errors import RequestError
 from bloomery.runtime.executor import StepExecutor, StepRows
 from bloomery.runtime.host_pool import HostPool
 from bloomery.runtime.model_file import ModelFile
@@ -26,6 +28,8 @@ from bloomery.runtime.program import RoutedExperts
 from bloomery.runtime.reference import ReferenceExecutor
 from bloomery.runtime.requests import Chunk, GenerationRequest, SamplingParameters
 from bloomery.runtime.shallow_steps import shallow_part, shallow_program, written_states
+from bloomery.runtime.slot_errands import Save
+from bloomery.runtime.slots import Slot
 from bloomery.runtime.states import RingState
 from bloomery.runtime.tokenizer import Tokenizer
 
@@ -142,6 +146,13 @@ def test_slots_of_a_shallow_prompt_serve_nobody_else() -> None:
     for use in (lambda: executor.copy_prefix(0, 1, BLOCK), lambda: executor.snapshot(0, BLOCK)):
         with pytest.raises(ValueError, match="cannot go on"):
             use()
+    slot = Slot(0, executor.continuable)
+    slot.tokens, slot.count = TOKENS[:BLOCK].astype(np.int32), BLOCK
+    errand = Save(slot, Path("nowhere"), None, executor)  # type: ignore[arg-type]
+    errand.begin()
+    assert errand.advance(1.0) and slot.free
+    with pytest.raises(RequestError, match="slot 0 cannot be saved"):
+        errand.result.result(0)
     executor.step(rows_of(TOKENS[:5]))
     assert list(executor.continuable(0)) == list(range(6))
 
