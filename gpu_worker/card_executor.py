@@ -133,7 +133,7 @@ class CardExecutor:
             with self.card.current("loading the model"):
                 self._start(slots, spare, cache_type, progress)
             self._store = CardStore(self.card, self.memory)
-            part = shallow_part(without_hand_offs(program))
+            part = shallow_part(without_hand_offs(program)) if self._least_block <= self._max_rows else None
             self.shallow_reach = part.reach if part else 0
             sizes = {"slots": slots, "context": context, "spare": spare}
             self._states = SlotStates(program.states, self._store, **sizes, shallow_reach=self.shallow_reach)

@@ -20,6 +20,7 @@ from bloomery.launcher.bench_trial import TokenSource, Trial, paired_ratios, sum
 from bloomery.runtime.bandwidth_probe import ReadCeiling, ReadRate
 from bloomery.runtime.placement import Plan
 from bloomery.runtime.program import Program
+from bloomery.runtime.shallow_steps import may_be_shallow, shallow_program
 from bloomery.runtime.step_work import EXPERTS, Work, step_work
 from bloomery.runtime.worker_group import Progress
 
@@ -152,7 +153,7 @@ def row_of(
     seconds = statistics.median(run.seconds for run in rounds.ours)
     step_seconds = statistics.median(run.step_seconds for run in rounds.ours)
     steps = rounds.ours[0].steps
-    work = trial_work(program, trial, block, CACHE_BYTES[cache_type])
+    work = trial_work(program, trial, block, CACHE_BYTES[cache_type], rounds.ours[0].shallow_reach)
     nbytes = sum(kind.read for kind in work.values())
     cache_bytes = CACHE_BYTES[cache_type]
     found = [rate.bytes_per_second for rate in rounds.ceilings]
@@ -194,7 +195,7 @@ def parts_of(
     programs = {WHOLE: program, **{variant.name: variant.engine.program for variant in rounds.variants}}
 
     def bytes_of(name: str) -> dict[str, float]:
-        work = trial_work(programs[name], trial, block, CACHE_BYTES[cache_type])
+        work = trial_work(programs[name], trial, block, CACHE_BYTES[cache_type], rounds.ours[0].shallow_reach)
         return {kind: needed.read for kind, needed in work.items()}
 
     ours = [run.seconds for run in rounds.ours]
@@ -267,11 +268,16 @@ def kind_rows(
     return found
 
 
-def trial_work(program: Program, trial: Trial, block: int, cache_bytes: float) -> dict[str, Work]:
-    """Bytes and operations of all steps of a trial together, by kind of op."""
+def trial_work(
+    program: Program, trial: Trial, block: int, cache_bytes: float, shallow_reach: int = 0
+) -> dict[str, Work]:
+    """Bytes and operations of all steps of a trial together, by kind of op; with `shallow_reach` of an executor that
+    has shallow steps, which the engine asks it for."""
     found: dict[str, Work] = {}
     for rows, position in trial_steps(trial, block):
-        for kind, needed in step_work(program, rows, position, cache_bytes).items():
+        left = trial.depth + trial.count - 1 - position if trial.kind == "pp" else 0
+        ran = shallow_program(program) if may_be_shallow(left, shallow_reach) else program
+        for kind, needed in step_work(ran, rows, position, cache_bytes).items():
             found[kind] = found.get(kind, Work()) + needed
     return found
 

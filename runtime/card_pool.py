@@ -28,7 +28,7 @@ from bloomery.runtime.expert_tiers import ExpertTiers
 from bloomery.runtime.host_pool import IDLE_SPIN_NS, hand_off_ns, quiet_seconds, stall_seconds, worker_starts
 from bloomery.runtime.host_weights import check_room
 from bloomery.runtime.leg_times import LegWords, StepLegs
-from bloomery.runtime.memory_terms import CARD_ROWS, LOGITS_BYTES
+from bloomery.runtime.memory_terms import CARD_ROWS, LOGITS_BYTES, PROMPT_ROWS
 from bloomery.runtime.program import Program
 from bloomery.runtime.shallow_steps import shallow_part
 from bloomery.runtime.slot_states import SlotStates
@@ -201,6 +201,8 @@ class CardPool:
             pool = cls(workers, arena, program, lowered, labels, limits, *blocks)
             if facts.get("experts_from"):
                 log.info("blocks of a prompt get the experts on the host %s", facts["experts_from"])
+            if deterministic or max_rows < PROMPT_ROWS or (hosts and not streams):
+                pool.shallow_reach = 0  # there are no blocks, and groups of rows are computed whole
             pool._facts = {**facts, "expert_share_on_card": tiers.share if tiers else 1.0}
             if own := own_facts(ready, [start.weight_nodes[start.rank] for start in starts[:hosts]]):
                 pool._facts["weights"] = own

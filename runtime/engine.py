@@ -24,6 +24,7 @@ from bloomery.runtime.sampling_checks import check_integer
 from bloomery.runtime.sampling_tools import SamplingTools
 from bloomery.runtime.scheduler import Scheduler
 from bloomery.runtime.sequence import Sequence, Sink, Why
+from bloomery.runtime.shallow_steps import may_be_shallow
 from bloomery.runtime.slot_errands import Errands, as_failure, slot_errand
 from bloomery.runtime.slots import SlotPool, Taking
 from bloomery.runtime.snapshot_cache import SnapshotCache
@@ -44,8 +45,6 @@ ALONE_SECONDS = 0.05
 
 AHEAD_SECONDS: Final = 0.05
 """That steps which nobody looks at may take together."""
-BACK: Final = 64
-"""So many positions before a prompt's end another one can still go on, however little of the prompt was computed."""
 
 
 class Engine:
@@ -313,9 +312,9 @@ class Engine:
     def _is_shallow(self, parts: list[tuple[Sequence, int]], out_rows: list[int]) -> bool:
         """Whether all rows are of prompts that go on so far that nothing near reads what these rows have in windows,
         from the end of the prompt or from BACK positions before it. Who drafts may want every row."""
-        if not self._shallow_reach or self._drafting or any(out_rows):
+        if self._drafting or any(out_rows):
             return False
-        return all(sequence.prompt_left - rows > self._shallow_reach + BACK for sequence, rows in parts)
+        return all(may_be_shallow(sequence.prompt_left - rows, self._shallow_reach) for sequence, rows in parts)
 
     def _prepare(self, request: GenerationRequest, sink: Sink) -> Sequence:
         request_id = request.request_id

@@ -178,13 +178,13 @@ class ReferenceExecutor:
         finally:
             with self._lock:
                 self._running = False
-        for name in (self.program.logits, self.program.argmax) if shallow else ():
-            self._buffers[name] = np.zeros((0, self.program.buffers[name].width), self.dtype)
         seconds = time.perf_counter() - started
         self._steps, self._rows, self._seconds = self._steps + 1, self._rows + len(rows.tokens), self._seconds + seconds
-        logits = self._buffers[self.program.logits].astype(np.float32, copy=False)
         view = self.program.hidden
-        hidden = None if view is None or shallow else self._buffers[view.buffer][:, view.start : view.end]
+        for name in (self.program.logits, self.program.argmax, *([view.buffer] if view else [])) if shallow else ():
+            self._buffers[name] = np.zeros((0, self.program.buffers[name].width), self.dtype)
+        logits = self._buffers[self.program.logits].astype(np.float32, copy=False)
+        hidden = None if view is None else self._buffers[view.buffer][:, view.start : view.end]
         rows_made_of = None if hidden is None else hidden.astype(np.float32, copy=False)
         reports = {name: self._buffers[name].astype(np.float32, copy=False) for name in self.program.reports}
         return StepResult(logits, self._buffers[self.program.argmax][:, 0], seconds, rows_made_of, reports)

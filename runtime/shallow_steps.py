@@ -10,10 +10,14 @@ steps is the engine.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 from bloomery.runtime.ops_deepseek4 import GroupPool, GroupWrite, TokenWrite
 from bloomery.runtime.program import CacheWrite, Op, Program, RoutedExperts
 from bloomery.runtime.states import RingState
+
+BACK: Final = 64
+"""So many positions before a prompt's end another one can still go on, however little of the prompt was computed."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,11 @@ def shallow_part(program: Program) -> ShallowPart | None:
     if not any(isinstance(op, RoutedExperts) and program.buffers[op.out.buffer].rows == "step" for op in behind):
         return None
     return ShallowPart(first, sum(state.span - 1 for state in windows if isinstance(state, RingState)))
+
+
+def may_be_shallow(left: int, reach: int) -> bool:
+    """Of rows behind which so many of a prompt are left, and of an executor whose `shallow_reach` is that (0: none)."""
+    return reach > 0 and reach + BACK < left
 
 
 def shallow_program(program: Program) -> Program:

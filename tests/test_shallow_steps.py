@@ -17,9 +17,11 @@ from oracle_data import quantised_file
 from running import evaluate, rows_of
 
 from bloomery.gpu_worker.card_executor import CardExecutor
+from bloomery.launcher.bench_rows import trial_work
+from bloomery.launcher.bench_trial import Trial
 from bloomery.launcher.demo_model import demo_model_path
 from bloomery.runtime.completion import new_request_id
-from bloomery.runtime.engine import BACK, Engine
+from bloomery.runtime.engine import Engine
 from bloomery.runtime.errors import RequestError
 from bloomery.runtime.executor import StepExecutor, StepRows
 from bloomery.runtime.host_pool import HostPool
@@ -27,10 +29,11 @@ from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.program import RoutedExperts
 from bloomery.runtime.reference import ReferenceExecutor
 from bloomery.runtime.requests import Chunk, GenerationRequest, SamplingParameters
-from bloomery.runtime.shallow_steps import shallow_part, shallow_program, written_states
+from bloomery.runtime.shallow_steps import BACK, shallow_part, shallow_program, written_states
 from bloomery.runtime.slot_errands import Save
 from bloomery.runtime.slots import Slot
 from bloomery.runtime.states import RingState
+from bloomery.runtime.step_work import step_work
 from bloomery.runtime.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.timeout(300)
@@ -173,12 +176,19 @@ def test_the_engine_asks_for_them_far_from_the_end_only() -> None:
     with ModelFile.open(path) as model:
         program, tokenizer = program_of(path), Tokenizer.from_model_file(model)  # type: ignore[arg-type]
         prompt = np.random.default_rng(3).integers(300, 2000, 700).tolist()
-        answers = []
+        answers, vectors = [], []
         for able in (True, False):
             executor = Noting(program, context=768, slots=1, max_rows=128)
             if not able:
                 executor._shallow = None
             engine = Engine(executor, tokenizer, None)
+            pooled: list[Any] = []
+            wanted = GenerationRequest(new_request_id(), tokens=tuple(prompt[::-1]), embeddings="last", max_tokens=0)
+            engine.submit(wanted, pooled.append)
+            while engine.turn():
+                pass
+            vectors.append(next(event.logits for event in pooled if isinstance(event, Chunk)))
+            executor.steps.clear()
             for tokens in (prompt, [*prompt[:-10], 7, 8, 9]):
                 found: list[Any] = []
                 sampling = SamplingParameters(temperature=0.0)
@@ -199,6 +209,16 @@ def test_the_engine_asks_for_them_far_from_the_end_only() -> None:
             assert len(prompt) - done - 128 <= executor.shallow_reach + BACK, "one block more could have been"
             assert sum(count for count, _ in executor.steps) < 2 * len(prompt), "the shared prompt was computed again"
     assert answers[0] == answers[2] and answers[1] == answers[3]
+    np.testing.assert_allclose(*vectors, rtol=1e-3, atol=1e-4)
+
+
+def test_a_bench_counts_what_was_run() -> None:
+    program = program_of(tiny41("a"))
+    trial = Trial("pp", 4 * BLOCK, 0)
+    whole, found = (trial_work(program, trial, BLOCK, 2, reach)["experts"] for reach in (0, 21))
+    first, of_part = (step_work(each, BLOCK, BLOCK - 1, 2)["experts"] for each in (program, shallow_program(program)))
+    assert found.operations == whole.operations - first.operations + of_part.operations < whole.operations
+    assert trial_work(program, Trial("tg", 4, 160), 1, 2, 21) == trial_work(program, Trial("tg", 4, 160), 1, 2)
 
 
 def test_logits_of_all_rows_are_never_left_out() -> None:
