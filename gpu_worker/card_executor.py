@@ -39,7 +39,7 @@ from bloomery.runtime.errors import StepAborted, WorkerLost
 from bloomery.runtime.executor import MOST_AHEAD, StateSnapshot, StepResult, StepRows, check_rows
 from bloomery.runtime.expert_tiers import ExpertTiers
 from bloomery.runtime.program import Program, View
-from bloomery.runtime.shallow_steps import shallow_part, shallow_program
+from bloomery.runtime.shallow_steps import shallow_program, shallow_reach
 from bloomery.runtime.slot_states import SlotStates
 from bloomery.runtime.split_program import without_hand_offs
 from bloomery.runtime.step_parts import step_parts
@@ -133,8 +133,8 @@ class CardExecutor:
             with self.card.current("loading the model"):
                 self._start(slots, spare, cache_type, progress)
             self._store = CardStore(self.card, self.memory)
-            part = shallow_part(without_hand_offs(program)) if self._least_block <= self._max_rows else None
-            self.shallow_reach = part.reach if part else 0
+            blocks = self._least_block <= self._max_rows
+            self.shallow_reach = shallow_reach(without_hand_offs(program)) if blocks else 0
             sizes = {"slots": slots, "context": context, "spare": spare}
             self._states = SlotStates(program.states, self._store, **sizes, shallow_reach=self.shallow_reach)
         except BaseException:

@@ -53,7 +53,8 @@ class EngineRun:
     """One timed trial. `seconds` is from handing in the request to its last event, `step_seconds` what the executor's
     steps took of that, `cpu_seconds` what workers and
     coordinator ran; `tokens` were generated. `ticks` is each kind of op's part of the steps: (in kernels, waiting at
-    barriers), in ticks of all ranks together; with a card there are none, but a `card`. `shallow_reach`: InShallow."""
+    barriers), in ticks of all ranks together; with a card there are none, but a `card`. `shallow`: some may
+    have been shallow steps."""
 
     seconds: float
     steps: int
@@ -62,7 +63,7 @@ class EngineRun:
     tokens: tuple[int, ...]
     ticks: dict[str, tuple[int, int]]
     card: CardRun | None = None
-    shallow_reach: int = 0
+    shallow: bool = False
 
 
 class BenchEngine:
@@ -153,8 +154,8 @@ class BenchEngine:
         if isinstance(self._pool, CardPool):
             *host, wait = (now - then for now, then in zip(self._card_seconds(), card_before, strict=True))
             card = CardRun(tuple(self._pool.step_legs()), tuple(host), wait, after.get("experts_from", ""))
-        steps, reach = after["steps"] - counted["steps"], self._pool.shallow_reach
-        return EngineRun(finished - begun, steps, step_seconds, cpu, tokens, ticks, card, reach)
+        steps, shallow = after["steps"] - counted["steps"], self._pool.shallow_reach > 0
+        return EngineRun(finished - begun, steps, step_seconds, cpu, tokens, ticks, card, shallow)
 
     def _request(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[float, tuple[int, ...], int]:
         """When the last event came, the tokens generated, and how many of the prompt were cached."""

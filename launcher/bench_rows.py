@@ -20,7 +20,7 @@ from bloomery.launcher.bench_trial import TokenSource, Trial, paired_ratios, sum
 from bloomery.runtime.bandwidth_probe import ReadCeiling, ReadRate
 from bloomery.runtime.placement import Plan
 from bloomery.runtime.program import Program
-from bloomery.runtime.shallow_steps import may_be_shallow, shallow_program
+from bloomery.runtime.shallow_steps import may_be_shallow, shallow_program, shallow_reach
 from bloomery.runtime.step_work import EXPERTS, Work, step_work
 from bloomery.runtime.worker_group import Progress
 
@@ -153,7 +153,7 @@ def row_of(
     seconds = statistics.median(run.seconds for run in rounds.ours)
     step_seconds = statistics.median(run.step_seconds for run in rounds.ours)
     steps = rounds.ours[0].steps
-    work = trial_work(program, trial, block, CACHE_BYTES[cache_type], rounds.ours[0].shallow_reach)
+    work = trial_work(program, trial, block, CACHE_BYTES[cache_type], rounds.ours[0].shallow)
     nbytes = sum(kind.read for kind in work.values())
     cache_bytes = CACHE_BYTES[cache_type]
     found = [rate.bytes_per_second for rate in rounds.ceilings]
@@ -195,7 +195,7 @@ def parts_of(
     programs = {WHOLE: program, **{variant.name: variant.engine.program for variant in rounds.variants}}
 
     def bytes_of(name: str) -> dict[str, float]:
-        work = trial_work(programs[name], trial, block, CACHE_BYTES[cache_type], rounds.ours[0].shallow_reach)
+        work = trial_work(programs[name], trial, block, CACHE_BYTES[cache_type], rounds.ours[0].shallow)
         return {kind: needed.read for kind, needed in work.items()}
 
     ours = [run.seconds for run in rounds.ours]
@@ -269,14 +269,16 @@ def kind_rows(
 
 
 def trial_work(
-    program: Program, trial: Trial, block: int, cache_bytes: float, shallow_reach: int = 0
+    program: Program, trial: Trial, block: int, cache_bytes: float, shallow: bool = False
 ) -> dict[str, Work]:
-    """Bytes and operations of all steps of a trial together, by kind of op; with `shallow_reach` of an executor that
-    has shallow steps, which the engine asks it for."""
+    """Bytes and operations of all steps of a trial together, by kind of op. `shallow`: the executor has shallow steps,
+    which the engine then asks for."""
     found: dict[str, Work] = {}
+    reach = shallow_reach(program) if shallow else 0
+    part = shallow_program(program) if reach else program
     for rows, position in trial_steps(trial, block):
         left = trial.depth + trial.count - 1 - position if trial.kind == "pp" else 0
-        ran = shallow_program(program) if may_be_shallow(left, shallow_reach) else program
+        ran = part if may_be_shallow(left, reach) else program
         for kind, needed in step_work(ran, rows, position, cache_bytes).items():
             found[kind] = found.get(kind, Work()) + needed
     return found

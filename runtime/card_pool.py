@@ -30,7 +30,7 @@ from bloomery.runtime.host_weights import check_room
 from bloomery.runtime.leg_times import LegWords, StepLegs
 from bloomery.runtime.memory_terms import CARD_ROWS, LOGITS_BYTES, PROMPT_ROWS
 from bloomery.runtime.program import Program
-from bloomery.runtime.shallow_steps import shallow_part
+from bloomery.runtime.shallow_steps import shallow_reach
 from bloomery.runtime.slot_states import SlotStates
 from bloomery.runtime.split_program import host_part
 from bloomery.runtime.stage_ticks import op_ticks
@@ -107,8 +107,7 @@ class CardPool:
         self._card = shape.processes
         store = CardRows(group, self._card, program, shape.cache_type)
         sizes = {"slots": shape.slots, "context": shape.context, "spare": shape.spare}
-        shallow = shallow_part(program)
-        self.shallow_reach = shallow.reach if shallow else 0
+        self.shallow_reach = shallow_reach(program)
         self._states = SlotStates(program.states, store, **sizes, shallow_reach=self.shallow_reach)
         self._runner = StepRunner(group, arena, [*[labels] * shape.processes, ()], stall_seconds())
         view = program.hidden

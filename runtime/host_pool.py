@@ -36,7 +36,7 @@ from bloomery.runtime.host_weights import (
 )
 from bloomery.runtime.memory_terms import LOGITS_BYTES
 from bloomery.runtime.program import Program
-from bloomery.runtime.shallow_steps import shallow_part
+from bloomery.runtime.shallow_steps import shallow_reach
 from bloomery.runtime.slot_states import SlotStates
 from bloomery.runtime.stage_ticks import op_ticks
 from bloomery.runtime.step_runner import StepRunner
@@ -104,8 +104,7 @@ class HostPool:
         self._shape = arena.layout.shape
         self._vocabulary = program.vocabulary
         states = {name: arena.state(name) for name in program.states}
-        shallow = shallow_part(program)
-        self.shallow_reach = shallow.reach if shallow else 0
+        self.shallow_reach = shallow_reach(program)
         sizes = {"slots": self._shape.slots, "context": self._shape.context, "spare": self._shape.spare}
         self._states = SlotStates(program.states, states, **sizes, shallow_reach=self.shallow_reach)
         every = [labels] * self._shape.processes

@@ -42,6 +42,12 @@ def shallow_part(program: Program) -> ShallowPart | None:
     return ShallowPart(first, sum(state.span - 1 for state in windows if isinstance(state, RingState)))
 
 
+def shallow_reach(program: Program) -> int:
+    """InShallow's, of an executor that leaves out what it can."""
+    part = shallow_part(program)
+    return part.reach if part else 0
+
+
 def may_be_shallow(left: int, reach: int) -> bool:
     """Of rows behind which so many of a prompt are left, and of an executor whose `shallow_reach` is that (0: none)."""
     return reach > 0 and reach + BACK < left

@@ -14,7 +14,7 @@ import pytest
 from deepseek_data import program_of, tiny4, tiny41
 from numpy.typing import NDArray
 from oracle_data import quantised_file
-from running import evaluate, rows_of
+from running import rows_of
 
 from bloomery.gpu_worker.card_executor import CardExecutor
 from bloomery.launcher.bench_rows import trial_work
@@ -215,12 +215,25 @@ def test_the_engine_asks_for_them_far_from_the_end_only() -> None:
 def test_a_bench_counts_what_was_run() -> None:
     program = program_of(tiny41("a"))
     trial = Trial("pp", 4 * BLOCK, 0)
-    whole, found = (trial_work(program, trial, BLOCK, 2, reach)["experts"] for reach in (0, 21))
+    whole, found = (trial_work(program, trial, BLOCK, 2, shallow)["experts"] for shallow in (False, True))
     first, of_part = (step_work(each, BLOCK, BLOCK - 1, 2)["experts"] for each in (program, shallow_program(program)))
     assert found.operations == whole.operations - first.operations + of_part.operations < whole.operations
-    assert trial_work(program, Trial("tg", 4, 160), 1, 2, 21) == trial_work(program, Trial("tg", 4, 160), 1, 2)
+    assert trial_work(program, Trial("tg", 4, 160), 1, 2, True) == trial_work(program, Trial("tg", 4, 160), 1, 2)
+    plain = program_of(quantised_file("qwen3moe-Q4_K_M"))
+    assert trial_work(plain, trial, BLOCK, 2, True) == trial_work(plain, trial, BLOCK, 2)
 
 
 def test_logits_of_all_rows_are_never_left_out() -> None:
-    executor = ReferenceExecutor(program_of(tiny41("a")), context=192, slots=2, max_rows=BLOCK)
-    assert evaluate(executor, TOKENS[:BLOCK]).shape[0] == BLOCK
+    """A prompt all of whose rows are wanted has one step a block, none of them shallow."""
+    path = demo_model_path("tiny")
+    with ModelFile.open(path) as model:
+        executor = Noting(program_of(path), context=512, slots=1, max_rows=128)  # type: ignore[arg-type]
+        engine = Engine(executor, Tokenizer.from_model_file(model), None)
+        found: list[Any] = []
+        tokens = tuple(np.random.default_rng(3).integers(300, 2000, 500).tolist())
+        engine.submit(GenerationRequest(new_request_id(), tokens=tokens, logits="all", max_tokens=0), found.append)
+        while engine.turn():
+            pass
+    rows = [len(event.logits) for event in found if isinstance(event, Chunk) and event.logits is not None]
+    assert executor.shallow_reach + BACK < 500 - 128, "the first block could be"
+    assert sum(rows) == 500 and executor.steps and not any(shallow for _, shallow in executor.steps)

@@ -185,8 +185,12 @@ def test_steps_ahead_with_experts_on_the_host(workload: str, slots: int) -> None
                 assert (made.greedy == greedy).all() and (made.logits == logits).all()
             with pytest.raises(StepAborted):
                 for _ in range(200):
-                    threading.Timer(0.005, pool.abort).start()
-                    pool.step(rows)
+                    timer = threading.Timer(0.005, pool.abort)
+                    timer.start()
+                    try:
+                        pool.step(rows)
+                    finally:
+                        timer.join()  # else it would end a later step
             assert (pool.step(rows).logits == logits).all()
         finally:
             pool.close()
