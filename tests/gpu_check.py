@@ -61,7 +61,7 @@ def parts(out: Path, peer: Path | None, file: Path | None) -> list[Part]:
     all_on_host = ["--peer-cpu-moe", str(LAYERS), "--micro-batch", "4096"] if peer else []
     shared = {} if "BLOOMERY_CACHE" in os.environ or file else {"BLOOMERY_CACHE": "/dev/shm/bloomery-check"}
     tests = [PYTHON, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
-    gpu_files = [str(path) for path in sorted(HERE.glob("test_card_*.py"))]
+    gpu_files = [str(path) for path in sorted(HERE.glob("test_*.py")) if "pytest.mark.gpu" in path.read_text("utf-8")]
     stress = f"{HERE / 'test_card_daemon.py'}::test_hand_offs_under_random_delays"
     tiny = [PYTHON, str(HERE / "gpu_tiny_steps.py")]
 

@@ -11,15 +11,18 @@ from typing import Any
 import emulated_driver
 import numpy as np
 import pytest
+from card_stand import need_card
 from deepseek_data import program_of, tiny4, tiny41
 from numpy.typing import NDArray
 from oracle_data import quantised_file
 from running import rows_of
+from test_hand_off import tiers_of
 
 from bloomery.gpu_worker.card_executor import CardExecutor
 from bloomery.launcher.bench_rows import trial_work
 from bloomery.launcher.bench_trial import Trial
 from bloomery.launcher.demo_model import demo_model_path
+from bloomery.runtime.card_pool import CardPool
 from bloomery.runtime.completion import new_request_id
 from bloomery.runtime.engine import Engine
 from bloomery.runtime.errors import RequestError
@@ -123,6 +126,31 @@ def test_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
         check(executor, 21, (3,))
     finally:
         executor.close()
+
+
+@pytest.mark.gpu
+def test_a_real_card() -> None:
+    """The same blocks on a card, in this process."""
+    need_card()
+    executor = CardExecutor(program_of(tiny41("a")), context=192, slots=2, prompt_block=BLOCK, cache_type="f16")
+    try:
+        check(executor, 21)
+    finally:
+        executor.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", (1.0, 0.3))
+def test_a_worker_on_a_card(share: float) -> None:
+    """Through its process, whole and with experts that come from the host to blocks that the card computes alone."""
+    need_card()
+    path = tiny41("a")
+    program = program_of(path)
+    sizes: dict[str, Any] = {"context": 192, "slots": 2, "processes": 2, "prompt_block": BLOCK, "cache_type": "f16"}
+    if share < 1:
+        sizes |= {"tiers": tiers_of(program, share), "stream_rows": BLOCK}
+    with closing(CardPool.start(str(path), program, **sizes)) as pool:
+        check(pool, 21)
 
 
 def test_a_shallow_step_that_was_cut_is_taken_back() -> None:
