@@ -16,19 +16,6 @@ from enum import IntEnum
 from numba import int64, njit
 
 from bloomery.cpu_experts.stage import STEP_FAILURE, STEP_LAP, STEP_OUT_ROWS, STEP_ROWS, STEP_SKIP, STEP_WORDS
-from bloomery.cpu_experts.sync import (
-    call_kernel,
-    exchange,
-    load_acquire,
-    monotonic_ns,
-    nap,
-    nap_exactly,
-    pause,
-    store_release,
-    ticks,
-    wake_sleeper,
-    yield_core,
-)
 from bloomery.runtime.step_record import (
     ABORT,
     AHEAD,
@@ -49,6 +36,19 @@ from bloomery.runtime.step_record import (
     STEP,
     STOP,
     Status,
+)
+from bloomery.runtime.sync import (
+    call_kernel,
+    exchange,
+    load_acquire,
+    monotonic_ns,
+    nap,
+    nap_exactly,
+    pause,
+    store_release,
+    ticks,
+    wake_sleeper,
+    yield_core,
 )
 
 _COMPLETED = int(Status.COMPLETED)

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any, Final, Literal
@@ -166,9 +166,12 @@ class CardExecutor:
                 there = self._host.there or ((0, ExpertTiers.everything(program)),)
                 self._experts = ExpertStream(self.card, program, self.memory, self._host.tiers, there)
         self._feed = EngramFeed(program, self._max_rows, self._pinned) if program.engram else None
+        if self._feed:
+            self._feed.get_ready(partial(MappedMemory, self.card))
         rows = self._max_rows if blocks else 0
         of_blocks = self._experts.kind(rows).context if self._experts else self.memory
-        launches = lower_all(program, self.memory, rows, self._max_out_rows, of_blocks)
+        where = self._feed.ahead if self._feed else None
+        launches = lower_all(program, self.memory, rows, self._max_out_rows, of_blocks, where)
         for kind in self._experts.handed if self._experts else ():
             launches += lower_prompt(program, kind.context, rows, self._max_out_rows)
         self.memory.settle()
@@ -307,7 +310,8 @@ class CardExecutor:
         key = (rows, out_rows, advance)
         if key not in self._prepared:
             assert not advance or rows == out_rows
-            make = ahead_launches(self.program, self.memory, rows) if advance else None
+            where = self._feed.ahead if self._feed else None
+            make = ahead_launches(self.program, self.memory, rows, where) if advance else None
             self._prepared[key] = _Prepared(make or lower(self.program, self.memory, rows, out_rows))
         return self._prepared[key]
 
@@ -318,31 +322,29 @@ class CardExecutor:
 
     def _run_ahead(self, rows: StepRows) -> None:
         """Steps on each other's greedy tokens. The record goes to the card once, and its last launch of each step moves
-        it on; the copies of a step's results are on the stream before the next step writes them. For rows of n-gram
-        tables a step waits for the tokens of the one before it, but for nobody beyond this process."""
+        it on; the copies of a step's results are on the stream before the next step writes them."""
         count, record = len(rows.tokens), self._records[0]
         _fill(record, rows.tokens, rows.slots, rows.positions, rows.out_rows, rows.ahead)
         self.card.cuda.memcpy_htod_async(self.memory.step.tokens, record, self.card.stream)
         prepared = self._prepare(count, count, advance=True)
-        for number in range(rows.ahead + 1):
-            self._look_up(number, "step", number)
-            if self._feed:
-                if number:
-                    self._events[(number - 1) % _AHEAD].synchronize()
-                tokens = self._greedy[(number - 1) * count : number * count] if number else rows.tokens
-                self._bring(replace(rows, tokens=tokens, positions=rows.positions + np.int32(number)))
-                self._copy_brought(slice(count))
-            self._launch(prepared)
-            self._fetch(number * count, count)
-            self._events[number % _AHEAD].record(self.card.stream)
-        self.card.stream.synchronize()
+        with self._feed.serving(rows, self._history) if self._feed else contextlib.nullcontext():
+            for number in range(rows.ahead + 1):
+                self._look_up(number, "step", number)
+                self._launch(prepared)
+                self._fetch(number * count, count)
+                self._events[number % _AHEAD].record(self.card.stream)
+            self.card.stream.synchronize()
         if self._feed:
             self._feed.tidy()
+
+    def _history(self, state: str, slot: int, before: range) -> NDArray[np.int32]:
+        """The tokens at these positions."""
+        return self.memory.read(state, slot, before)[:, 0]
 
     def _bring(self, rows: StepRows) -> None:
         """Reads the rows of n-gram tables that these rows want."""
         if self._feed:
-            self._feed.bring(rows, lambda state, slot, before: self.memory.read(state, slot, before)[:, 0])
+            self._feed.bring(rows, self._history)
 
     def _copy_brought(self, part: slice) -> None:
         for table, brought in self._feed.rows.items() if self._feed else ():

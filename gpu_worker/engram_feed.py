@@ -1,20 +1,25 @@
 """Rows of n-gram tables for the card's steps: numbered from the tokens, read from the file, put into the card's memory.
 
-Owns which rows a step wants and the pinned memory on their way. `row_reader` reads them; the history of a slot before
-the step is asked of whoever has the states. A program without engrams has no feed.
+Owns which rows a step wants and the pinned memory on their way. `row_reader` reads those of many tokens, `quick_rows`
+those of a few and, for steps that follow each other, `rows_ahead`. The history of a slot before the step is asked of
+whoever has the states. A program without engrams has no feed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bloomery.gpu_worker.launches import MAX_ROWS
+from bloomery.gpu_worker.rows_ahead import AheadAddresses, Mapped, RowsAhead
 from bloomery.runtime.engram_hash import NO_TOKEN
 from bloomery.runtime.engram_record import engram_tables
 from bloomery.runtime.executor import StepRows
 from bloomery.runtime.program import Program
+from bloomery.runtime.quick_rows import QuickRows
 from bloomery.runtime.row_reader import RowReader, RowTable
 
 History = Callable[[str, int, range], NDArray[np.int32]]
@@ -37,11 +42,38 @@ class EngramFeed:
         tensors = [program.weights[table.weight] for table in self._tables]
         self._reader = RowReader([RowTable.of(tensor) for tensor in tensors])
         buckets = self._hash.buckets
+        sites = tuple(table.site for table in self._tables)
+        self._quick = QuickRows(self._hash, sites, self._reader, MAX_ROWS)
+        self._few = np.empty(self._quick.shape, np.uint8)
+        self._places = self._few.ctypes.data + self._few.strides[0] * np.arange(len(sites))
+        self._ahead: RowsAhead | None = None
         self.rows = {table.weight: memory(max_rows, buckets * table.row_bytes) for table in self._tables}
+
+    def get_ready(self, register: Callable[[int, int], Mapped]) -> None:
+        """Compiles what has to be, and makes memory for steps ahead known to the card."""
+        self._quick.compile()
+        self._ahead = RowsAhead(self._quick, tuple(table.weight for table in self._tables), register)
+
+    @property
+    def ahead(self) -> AheadAddresses | None:
+        """Where steps ahead find their rows."""
+        return self._ahead.addresses if self._ahead else None
+
+    def serving(self, step: StepRows, history: History) -> AbstractContextManager[None]:
+        """Brings the rows of this step and of those ahead of it; see RowsAhead."""
+        assert self._ahead is not None
+        return self._ahead.serving(self._histories(step, history), step.ahead)
 
     def bring(self, step: StepRows, history: History) -> None:
         """Raises TableReadError for rows that cannot be read."""
-        contexts = self._hash.contexts(self._histories(step, history))
+        histories, count = self._histories(step, history), len(step.tokens)
+        if count <= MAX_ROWS:
+            self._quick.bring(histories, self._places)
+            for table, read in zip(self._tables, self._few, strict=True):
+                to = self.rows[table.weight][:count]
+                to[:] = read[: count * self._hash.buckets].reshape(to.shape)
+            return
+        contexts = self._hash.contexts(histories)
         wanted, places = [], []
         for table in self._tables:
             ids = self._hash.rows_of_contexts(table.site, contexts).reshape(-1)
@@ -58,6 +90,8 @@ class EngramFeed:
         self._reader.tidy()
 
     def close(self) -> None:
+        if self._ahead:
+            self._ahead.close()
         self._reader.close()
         self.rows.clear()
 

@@ -21,6 +21,7 @@ from bloomery.gpu_worker.launches import MAX_ROWS, CardContext, Launch, float_wo
 from bloomery.gpu_worker.lowering import Lowering, lower
 from bloomery.gpu_worker.products import Job as WeightJob
 from bloomery.gpu_worker.products import activation_form, check_types, job_words
+from bloomery.gpu_worker.rows_ahead import AheadAddresses
 from bloomery.gpu_worker.step_ahead import ahead_launches
 from bloomery.runtime.program import Attention, HeadMatMul, MatMul, Program, RoutedExperts, View
 from bloomery.runtime.split_program import without_hand_offs
@@ -67,11 +68,17 @@ def lower_prompt(program: Program, context: CardContext, rows: int, out_rows: in
 
 
 def lower_all(
-    program: Program, context: CardContext, block_rows: int, block_out_rows: int, blocks: CardContext | None = None
+    program: Program,
+    context: CardContext,
+    block_rows: int,
+    block_out_rows: int,
+    blocks: CardContext | None = None,
+    ahead: AheadAddresses | None = None,
 ) -> list[Launch]:
     """Launches that between them have every kernel that steps of this program take, and want the most scratch; blocks
-    of prompts only if `block_rows` is not 0, in a context of their own where that is another (`blocks`)."""
-    launches = lower(program, context, MAX_ROWS, MAX_ROWS) + ahead_launches(program, context, 1)
+    of prompts only if `block_rows` is not 0, in a context of their own where that is another (`blocks`). `ahead` is as
+    for `ahead_launches`."""
+    launches = lower(program, context, MAX_ROWS, MAX_ROWS) + ahead_launches(program, context, 1, ahead)
     launches += lower(program, context, MAX_ROWS, 0)  # hand-offs of no rows have launches of their own
     if block_rows:
         for wanted in (block_out_rows, 1):

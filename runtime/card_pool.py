@@ -274,8 +274,8 @@ class CardPool:
         return StepResult(logits, greedy, seconds, hidden[0] if hidden else None)
 
     def most_ahead(self, rows: int) -> int:
-        """As many as the arena has room for. Where legs are timed no card waits for n-gram rows between steps."""
-        if rows > CARD_ROWS or (self._legs and self._program.engram):
+        """As many as the arena has room for."""
+        if rows > CARD_ROWS:
             return 0
         return max(0, min(MOST_AHEAD, self._shape.max_out_rows // rows - 1))
 

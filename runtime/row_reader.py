@@ -103,13 +103,13 @@ class RowReader:
         self.direct = direct
         self.cache = RowCache(self.row_bytes, cache_room(total, cache_bytes))
         self.counters = ReadCounters()
-        self._files: list[int] = []
+        self.files: list[int] = []
         self._touched: list[tuple[int, NDArray[np.int64]]] = []  # (table, offsets) that went through the page cache
         self._threads = ThreadPoolExecutor(DIRECT_THREADS, "table reads") if direct else None
         self._buffers = threading.local()
         try:
             for table in self.tables:
-                self._files.append(_open(table, direct))
+                self.files.append(_open(table, direct))
         except BaseException:
             self.close()
             raise
@@ -153,21 +153,35 @@ class RowReader:
         if self.keep_pages or not touched:
             return
         if sum(len(offsets) for _, offsets in touched) > _MERGE_PAGES:
-            for file, table in zip(self._files, self.tables, strict=True):
+            for file, table in zip(self.files, self.tables, strict=True):
                 os.posix_fadvise(file, table.offset, table.nbytes, os.POSIX_FADV_DONTNEED)
             return
         for index, offsets in touched:
             first = offsets // PAGE
             for page, last in zip(first.tolist(), ((offsets + self.row_bytes - 1) // PAGE).tolist(), strict=True):
                 start, length = page * PAGE, (last - page + 1) * PAGE
-                os.posix_fadvise(self._files[index], start, length, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(self.files[index], start, length, os.POSIX_FADV_DONTNEED)
+
+    def note_touched(self, index: int, offsets: NDArray[np.int64]) -> None:
+        """Rows of a table at these offsets went through the page cache: for `tidy`."""
+        if not self.keep_pages and len(offsets):
+            self._touched.append((index, offsets.copy()))
+
+    def failure(self, index: int, row: int, status: int) -> TableReadError:
+        """That a row of a table could not be read: `status` is how many bytes were there, or -errno."""
+        table = self.tables[index]
+        why = f"{status} of {self.row_bytes} bytes are there" if status >= 0 else os.strerror(-status)
+        return TableReadError(
+            f"{table.path}: row {row} of {table.title} cannot be read: {why}",
+            "the file has changed or its disk fails: check it, then send the request again",
+        )
 
     def close(self) -> None:
         if self._threads:
             self._threads.shutdown()
-        for file in self._files:
+        for file in self.files:
             os.close(file)
-        self._files = []
+        self.files = []
 
     def _ask(
         self, index: int, offsets: NDArray[np.int64], absent: NDArray[np.int64], out: NDArray[np.uint8]
@@ -175,9 +189,8 @@ class RowReader:
         """The first pass: what is at hand is copied, the rest asked for; returns the places of the rest."""
         if self.direct:
             return [int(place) for place in absent]
-        file, size, bytes_of = self._files[index], self.row_bytes, out.data.cast("B")
-        if not self.keep_pages:
-            self._touched.append((index, offsets))
+        file, size, bytes_of = self.files[index], self.row_bytes, out.data.cast("B")
+        self.note_touched(index, offsets)
         waiting: list[tuple[int, int]] = []
         preadv, nowait = os.preadv, os.RWF_NOWAIT
         for place, offset in zip(absent.tolist(), offsets.tolist(), strict=True):
@@ -188,7 +201,7 @@ class RowReader:
                 pass
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                    raise self._failed(index, offset, error.strerror) from error
+                    raise self._failed(index, offset, error) from error
             waiting.append((place, offset))
         for _, offset in waiting:
             with contextlib.suppress(OSError):  # only an advice
@@ -210,11 +223,11 @@ class RowReader:
 
     def _read(self, index: int, offset: int, target: memoryview) -> None:
         try:
-            got = os.preadv(self._files[index], [target], offset)
+            got = os.preadv(self.files[index], [target], offset)
         except OSError as error:
-            raise self._failed(index, offset, error.strerror) from error
+            raise self._failed(index, offset, error) from error
         if got != self.row_bytes:
-            raise self._failed(index, offset, f"{got} of {self.row_bytes} bytes are there")
+            raise self._failed(index, offset, got)
 
     def _read_direct(self, index: int, pairs: list[tuple[int, int]], bytes_of: memoryview) -> None:
         """Whole pages into a page-aligned buffer, the row copied out of them."""
@@ -226,22 +239,17 @@ class RowReader:
             inside = offset - start
             length = -(-(inside + self.row_bytes) // PAGE) * PAGE
             try:
-                got = os.preadv(self._files[index], [pages[:length]], start)
+                got = os.preadv(self.files[index], [pages[:length]], start)
             except OSError as error:
-                raise self._failed(index, offset, error.strerror) from error
+                raise self._failed(index, offset, error) from error
             if got < inside + self.row_bytes:
-                there = max(0, got - inside)
-                raise self._failed(index, offset, f"{there} of {self.row_bytes} bytes are there")
+                raise self._failed(index, offset, max(0, got - inside))
             first = place * self.row_bytes
             bytes_of[first : first + self.row_bytes] = pages[inside : inside + self.row_bytes]
 
-    def _failed(self, index: int, offset: int, why: str | None) -> TableReadError:
-        table = self.tables[index]
-        row = (offset - table.offset) // self.row_bytes
-        return TableReadError(
-            f"{table.path}: row {row} of {table.title} cannot be read: {why}",
-            "the file has changed or its disk fails: check it, then send the request again",
-        )
+    def _failed(self, index: int, offset: int, why: OSError | int) -> TableReadError:
+        row = (offset - self.tables[index].offset) // self.row_bytes
+        return self.failure(index, row, -(why.errno or errno.EIO) if isinstance(why, OSError) else why)
 
 
 def _open(table: RowTable, direct: bool) -> int:

@@ -10,7 +10,7 @@ from numba import cfunc, int64, void
 
 from bloomery.cpu_experts import expert_workload
 from bloomery.cpu_experts.stage import LoweringContext, Stage
-from bloomery.cpu_experts.sync import load_acquire, pause, store_release
+from bloomery.runtime.sync import load_acquire, pause, store_release
 from bloomery.runtime.worker_messages import WorkerStart
 
 _SIGNATURE = void(int64, int64, int64, int64)

@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from bloomery.cpu_experts import interpreter
 from bloomery.cpu_experts.compile_cache import compile_kernel
 from bloomery.cpu_experts.stage import HandOffPlace
-from bloomery.cpu_experts.sync import load_acquire, pause, store_release, ticks
 from bloomery.cpu_experts.worker import aligned_words
 from bloomery.runtime.hand_off import BUFFERS, RANK_FLAGS, hand_off_bytes
 from bloomery.runtime.model_file import Tensor
@@ -44,6 +43,7 @@ from bloomery.runtime.step_record import (
     control_bytes,
     record_bytes,
 )
+from bloomery.runtime.sync import load_acquire, pause, store_release, ticks
 
 LAYERS = 8
 X, IDS, MIX, OUT = BUFFERS["step"]

@@ -28,10 +28,10 @@ from bloomery.cpu_experts.stage import (
     LoweringContext,
     Stage,
 )
-from bloomery.cpu_experts.sync import load_acquire, pause, store_release
 from bloomery.runtime.errors import ModelFileError, PlanError
 from bloomery.runtime.executor import StepRows
 from bloomery.runtime.program import Buffer, CacheState, Program, View
+from bloomery.runtime.sync import load_acquire, pause, store_release
 from bloomery.runtime.worker_messages import WorkerStart
 
 WIDTH = 48

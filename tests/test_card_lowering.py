@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -20,12 +21,14 @@ from bloomery.gpu_worker.launches import MAX_ROWS, Launch
 from bloomery.gpu_worker.lowering import lower
 from bloomery.gpu_worker.products import WEIGHT_TYPES
 from bloomery.gpu_worker.prompt_lowering import lower_all, lower_prompt
+from bloomery.gpu_worker.rows_ahead import AheadAddresses
 from bloomery.gpu_worker.step_ahead import ahead_launches
 from bloomery.runtime.architectures import build_program
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.expert_tiers import ExpertTiers
 from bloomery.runtime.leg_times import HAND_OFF_BYTES, leg_bytes, offset
 from bloomery.runtime.model_file import ModelFile
+from bloomery.runtime.ops_deepseek4 import TableRows
 from bloomery.runtime.program import Program
 from bloomery.runtime.split_program import card_part, without_hand_offs
 
@@ -121,11 +124,27 @@ def test_hand_offs_with_and_without_times(times: int) -> None:
 def test_steps_ahead_end_with_the_record_of_the_next() -> None:
     program = program_of(quantised_file("llama-Q4_K_M"))
     context = NoCard(program)
-    *step, last = ahead_launches(program, context, 3)
+    *step, last = ahead_launches(program, context, 3, None)
     check([*step, last])
     assert step == lower(program, context, 3, 3) and str(last.kernel) == "choices.next_record"
-    assert last.words[2:] == (3, context.step.tokens, context.step.positions, context.step.laps)
+    assert last.words[2:] == (3, context.step.tokens, context.step.positions, context.step.laps, 0, 0)
     assert last.kernel in {launch.kernel for launch in lower_all(program, context, 64, 64)}
+
+
+def test_steps_ahead_wait_for_the_rows_of_their_tokens() -> None:
+    """Before each op that takes some, for as many bytes as the step has rows, and tell the host their own tokens."""
+    program = program_of(tiny41("a"))
+    context = NoCard(program)
+    tables = [op for op in program.ops if isinstance(op, TableRows)]
+    ahead = AheadAddresses(10, 20, 30, {op.table: 1000 * (1 + i) for i, op in enumerate(tables)}, 1320)
+    *step, last = ahead_launches(program, context, 3, ahead)
+    check([*step, last])
+    waits = [i for i, launch in enumerate(step) if str(launch.kernel) == "engram.await_rows"]
+    assert [launch for launch in step if str(launch.kernel) != "engram.await_rows"] == lower(program, context, 3, 3)
+    for at, op in zip(waits, tables, strict=True):
+        moved = (ahead.rows[op.table], context.brought(op.table), 4 * math.ceil(3 * 1320 / 16))
+        assert step[at].words == (20, context.step.laps, *moved) and step[at + 1].label == op.name
+    assert last.words[-2:] == (30, 10)
 
 
 @pytest.mark.parametrize("name", ("qwen3moe-Q4_K_M", "deepseek2-lite-Q4_K_M", "llama-Q4_K_M", "deepseek2-v3-Q3_K_M"))

@@ -166,7 +166,7 @@ def test_files_that_fail(tmp_path: Path, opened: Opener) -> None:
     ids = np.array([998, 0], np.int32)
     np.testing.assert_array_equal(fetch(reader, [ids])[0], contents[ids])
     unreadable = os.open(tmp_path / "other", os.O_WRONLY | os.O_CREAT)
-    os.dup2(unreadable, reader._files[0])
+    os.dup2(unreadable, reader.files[0])
     with pytest.raises(TableReadError, match=r"row 7 of table .* Bad file descriptor"):
         fetch(reader, [np.array([7], np.int32)])
     os.close(unreadable)

@@ -4,10 +4,13 @@ takes of them what it would have chosen, and takes the rest back."""
 from __future__ import annotations
 
 import math
+import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import emulated_driver
@@ -32,6 +35,7 @@ from bloomery.runtime.expert_tiers import ExpertTiers
 from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.reference import ReferenceExecutor
 from bloomery.runtime.requests import Chunk, Final, GenerationRequest, SamplingParameters
+from bloomery.runtime.row_reader import TableReadError
 from bloomery.runtime.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.timeout(300)
@@ -97,6 +101,37 @@ def test_steps_ahead_with_n_gram_tables() -> None:
     logits, greedy = one_by_one(executor, rows)
     made = executor.step(rows)
     assert (made.logits == logits).all() and (made.greedy == greedy).all()
+    executor.close()
+
+
+@pytest.mark.usefixtures("emulated")
+def test_steps_ahead_whose_n_gram_rows_do_not_come(tmp_path: Path) -> None:
+    """An abort between them, and rows that cannot be read, end the step; nobody waits on, the next one is right."""
+    path = tmp_path / "model.gguf"
+    shutil.copy(tiny41("a"), path)
+    program = build_program(ModelFile.open(path))
+    executor = CardExecutor(program, context=32, slots=1, prompt_block=8, deterministic=True)
+    rows = after(executor, 6)
+    wanted = one_by_one(executor, rows)[1]
+    assert (executor.step(rows).greedy == wanted).all()
+    looked = iter(range(100))
+    executor._is_cut = lambda: next(looked) >= 3
+    with pytest.raises(StepAborted, match="before step 3"):
+        executor.step(rows)
+    executor._is_cut = lambda: False
+    assert (executor.step(rows).greedy == wanted).all()
+    assert executor._feed is not None
+    reader = executor._feed._reader
+    reader.cache.keys[:] = -1
+    end = min(table.offset for table in reader.tables)
+    with path.open("rb") as whole:
+        tables = whole.read()[end:]
+    os.truncate(path, end)
+    with pytest.raises(TableReadError, match="cannot be read: 0 of 110 bytes are there"):
+        executor.step(rows)
+    with path.open("ab") as whole:
+        whole.write(tables)
+    assert (executor.step(rows).greedy == wanted).all()
     executor.close()
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Final
 
 from bloomery.cpu_experts.simd import argument
-from bloomery.cpu_experts.sync import load_acquire, monotonic_ns, nap, pause, yield_core
 from bloomery.runtime.step_record import ABORT, POISON, STEP
+from bloomery.runtime.sync import load_acquire, monotonic_ns, nap, pause, yield_core
 
 _PAUSES: Final = 256
 _YIELD_NS: Final = 2_000_000

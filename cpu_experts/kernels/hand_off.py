@@ -13,9 +13,9 @@ from typing import Final
 from bloomery.cpu_experts.kernels.work import share_end, share_start
 from bloomery.cpu_experts.simd import argument, compiled, load_i32, store_i32
 from bloomery.cpu_experts.stage import STEP_FAILURE, STEP_LAP, STEP_SKIP
-from bloomery.cpu_experts.sync import load_acquire, monotonic_ns, nap, pause, store_release, yield_core
 from bloomery.runtime.hand_off import FLAG, RANK_FLAGS
 from bloomery.runtime.step_record import ABORT, LAP_BITS, LINE, POISON, STAGE_BITS, STEP
+from bloomery.runtime.sync import load_acquire, monotonic_ns, nap, pause, store_release, yield_core
 
 _PAUSES: Final = 2048
 _LOOKS: Final = 32  # at the flag between two looks at everything else

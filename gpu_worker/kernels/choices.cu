@@ -1,4 +1,5 @@
 // Choices among numbers: the router of experts and the greedy token. Every tie goes to the lower index; a NaN loses.
+#include "hand_off.cuh"
 #include "router.cuh"
 
 struct Best {
@@ -60,12 +61,22 @@ extern "C" __global__ void argmax_whole(const Best* parts, word count, int* out,
 }
 
 // One block: each row's greedy token becomes its token of the next step, at the next position; one more of the steps ahead
-// has been made. Everything else that a step reads of its record stays.
-extern "C" __global__ void next_record(const int* greedy, word greedy_row, word rows, int* tokens, int* positions, int* laps) {
+// has been made. Everything else that a step reads of its record stays. The host is told the tokens, too, if there is `told`:
+// it has rows to bring for them (`gpu_worker/rows_ahead.py`).
+extern "C" __global__ void next_record(const int* greedy, word greedy_row, word rows, int* tokens, int* positions, int* laps,
+                                       int* told_tokens, word* told) {
     begin();
     if (threadIdx.x == 0) ++laps[0], --laps[1];
     for (word row = threadIdx.x; row < rows; row += blockDim.x) {
-        tokens[row] = greedy[row * greedy_row];
+        const int token = greedy[row * greedy_row];
+        tokens[row] = token;
+        if (told) told_tokens[row] = token;
         ++positions[row];
+    }
+    if (!told) return;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence_system();
+        store_release(told, laps[0]);
     }
 }

@@ -1,6 +1,6 @@
 // Engrams: the history of tokens, and how much each residual copy takes of what an n-gram table says of them. The rows of
-// the tables are brought by the host (`gpu_worker/engram_rows.py`); matmul.cu takes them apart. Strides count elements.
-#include "common.cuh"
+// the tables are brought by the host (`gpu_worker/engram_feed.py`); matmul.cu takes them apart. Strides count elements.
+#include "hand_off.cuh"
 
 // Grid rows / 64, 64 threads: the history's ring gets the token of each row.
 extern "C" __global__ void __launch_bounds__(64)
@@ -9,6 +9,17 @@ extern "C" __global__ void __launch_bounds__(64)
     begin();
     const int row = blockIdx.x * 64 + threadIdx.x;
     if (row < rows) state[slots[row] * slot_stride + positions[row] % ring * row_stride] = tokens[row];
+}
+
+// One block of 256 threads: once the host has the rows of this step's tokens (`gpu_worker/rows_ahead.py`) so many floats come
+// to the card, of which 16 bytes at a time are taken.
+extern "C" __global__ void __launch_bounds__(256)
+    await_rows(const word* flag, const int* laps, const float* from, float* to, word floats) {
+    begin();
+    if (threadIdx.x == 0)
+        while (load_acquire(flag) < laps[0]) {}
+    __syncthreads();
+    move_rows(to, 0, from, 0, 1, int(floats));
 }
 
 // Grid (copies, rows), 256 threads. See op EngramGate.

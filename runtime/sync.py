@@ -18,6 +18,7 @@ from numba.extending import intrinsic
 llvmlite.binding.initialize_native_asmparser()  # Numba does not, and inline assembly aborts the process without it
 
 _declare: Any = cgutils.get_or_insert_function
+_copy: Any = cgutils.raw_memcpy
 _I64 = ir.IntType(64)
 _WORD = _I64.as_pointer()
 
@@ -63,6 +64,18 @@ def exchange(typing_context: Any, address: Any, value: Any) -> Any:
 
 
 @_word_intrinsic
+def copy_bytes(typing_context: Any, target: Any, source: Any, count: Any) -> Any:
+    """Between places that do not overlap."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        target, source = (builder.inttoptr(address, ir.IntType(8).as_pointer()) for address in arguments[:2])
+        _copy(builder, target, source, arguments[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), emit
+
+
+@_word_intrinsic
 def pause(typing_context: Any) -> Any:
     """Tells the core that this is a spin loop."""
 
@@ -95,6 +108,18 @@ def system_call(typing_context: Any, number: Any, a: Any, b: Any, c: Any, d: Any
         return builder.asm(kind, "syscall", constraints, list(arguments), True)
 
     return types.int64(*[types.int64] * 5), emit
+
+
+@_word_intrinsic
+def long_system_call(typing_context: Any, number: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
+    """A raw system call with six arguments; returns the kernel's result (negative: -errno)."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(_I64, [_I64] * 7)
+        constraints = "={rax},{rax},{rdi},{rsi},{rdx},{r10},{r8},{r9},~{rcx},~{r11},~{memory}"
+        return builder.asm(kind, "syscall", constraints, list(arguments), True)
+
+    return types.int64(*[types.int64] * 7), emit
 
 
 @_word_intrinsic
