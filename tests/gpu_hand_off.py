@@ -1,11 +1,12 @@
 """Times decode steps of plan a on the card that is present, with experts on the card, on the host and on both.
 
-    python tests/gpu_hand_off.py FILE.gguf | --synthetic TEMPLATE --layers N --mix MIX [--own-weights] [--only NAMES]
+    python tests/gpu_hand_off.py FILE.gguf | --synthetic TEMPLATE --layers N --mix MIX [--experts N] [--own-weights] [--only NAMES]
 
 One expert of each layer on the host shows what a hand-off itself costs: the host seldom has anything to do; with
 --rows 8 it often has, and the card has other work meanwhile. Each placement takes turns with the whole model on the
-card, and is then run with a clock in every hand-off: the exchange is from the card's flag to its sight of every rank's,
-the wait what of it the card had nothing else to do in.
+card, and then again with a clock in every hand-off: the exchange is from the card's flag to its sight of every rank's,
+the wait what of it the card had nothing else to do in, and what is left of the card's time beside the whole model's is
+what hand-offs cost the card itself.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from bloomery.runtime.bandwidth_probe import ReadCeiling
 from bloomery.runtime.card_pool import CardPool
 from bloomery.runtime.card_probe import probe_cards
 from bloomery.runtime.expert_tiers import ExpertTiers
-from bloomery.runtime.leg_times import BEGUN, SEEN, SENT, leg_figures
+from bloomery.runtime.leg_times import BEGUN, SEEN, SENT, StepLegs, leg_figures
 from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.program import Program
 from bloomery.runtime.step_prediction import Bandwidth, Prediction, predict
 from bloomery.runtime.synthetic_file import synthetic_file
 
-ROUNDS, WAKING = 5, 5
+WAKING = 5
 
 
 def placements(program: Program) -> dict[str, ExpertTiers]:
@@ -62,18 +63,32 @@ def run_steps(pool: CardPool, tokens: NDArray[np.int64], depth: int, rows: int) 
 
 
 def in_turns(
-    pools: Sequence[CardPool], tokens: NDArray[np.int64], depth: int, rows: int, each: int
+    pools: Sequence[CardPool], tokens: NDArray[np.int64], depth: int, rows: int, each: int, rounds: int
 ) -> NDArray[np.float64]:
-    """(2, pools, ROUNDS): medians and means of a step's seconds, `each` tokens a round, whose first wake all up."""
-    found = np.empty((2, len(pools), ROUNDS))
-    for number in range(ROUNDS):
+    """(3, pools, rounds): medians and means of a step's seconds, `each` tokens a round, whose first wake all up; and,
+    where legs are timed, medians of the card's own."""
+    found = np.zeros((3, len(pools), rounds))
+    for number in range(rounds):
         first, last = depth + number * each, depth + (number + 1) * each
         for which, pool in enumerate(pools):
             if not number:
                 pool.step(rows_of(tokens[:depth], out="last"))
+            pool.step_legs()
             seconds = run_steps(pool, tokens[:last], first, rows)[WAKING:]
-            found[:, which, number] = np.median(seconds), np.mean(seconds)
+            found[:2, which, number] = np.median(seconds), np.mean(seconds)
+            if legs := pool.step_legs()[WAKING:]:
+                found[2, which, number] = 1e-9 * np.median([step.card_ns - waited(step) for step in legs])
     return found
+
+
+def waited(step: StepLegs) -> int:
+    """Nanoseconds in which the card had nothing to do but to wait for the host."""
+    return int(np.maximum(step.hand_offs[:, SEEN] - step.hand_offs[:, BEGUN], 0).sum()) if len(step.hand_offs) else 0
+
+
+def with_quartiles(values: NDArray[np.float64]) -> str:
+    low, middle, high = np.quantile(values, (0.25, 0.5, 0.75))
+    return f"{middle:.1f} ({low:.1f} to {high:.1f})"
 
 
 def host_seconds(pool: CardPool, hand_offs: int) -> NDArray[np.float64]:
@@ -98,8 +113,7 @@ def legs_of(
     trip, far = 1e6 * np.quantile(found.round_trips, (0.5, 0.99))
     wait, long = 1e6 * np.quantile(found.waits, (0.5, 0.99))
     made = np.array([np.count_nonzero(step.hand_offs[:, SENT]) for step in legs])
-    waited = np.array([np.maximum(step.hand_offs[:, SEEN] - step.hand_offs[:, BEGUN], 0).sum() for step in legs])
-    own = np.array([step.card_ns for step in legs]) - waited
+    own = np.array([step.card_ns - waited(step) for step in legs])
     each, none = np.polyfit(made, own, 1) if made.min() < made.max() else (0.0, float(own.mean()))
     rate = f" ({expected.host_bytes / max(found.host, 1e-9) / 1e9:.1f} GB/s)" if rows == 1 else ""
     return (
@@ -116,14 +130,16 @@ def main() -> None:
     parser.add_argument("--synthetic", default="qwen3-30b-a3b", help="whose shapes, without a file")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--mix", default="Q4_K_M")
+    parser.add_argument("--experts", type=int, default=0, help="experts a layer (default: as bloomery-bench)")
     parser.add_argument("--processes", type=int, default=max(1, len(os.sched_getaffinity(0)) - 3))
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rows", type=int, default=1, help="tokens in a step, 1 to 8 (default 1)")
+    parser.add_argument("--rounds", type=int, default=5, help="in which the steps are run (default 5)")
     parser.add_argument("--own-weights", action="store_true", help="ranks copy their rows, as with --host-weights copy")
     parser.add_argument("--only", help="names of placements, with commas between")
     arguments = parser.parse_args()
-    file = arguments.file or synthetic_file(arguments.synthetic, arguments.layers, arguments.mix)
+    file = arguments.file or synthetic_file(arguments.synthetic, arguments.layers, arguments.mix, arguments.experts)
     program = build_program(ModelFile.open(file))
     with ReadCeiling(arguments.processes) as ceiling:
         host = ceiling.measure().bytes_per_second
@@ -132,8 +148,9 @@ def main() -> None:
         f"{file.name}: host reads {speed.host / 1e9:.1f} GB/s with {arguments.processes} processes, card"
         f" {speed.card / 1e9:.0f} GB/s"
     )
-    rows, each = arguments.rows, arguments.steps * arguments.rows // ROUNDS
-    tokens = np.random.default_rng(1).integers(1, 1000, arguments.depth + ROUNDS * each)
+    rows, rounds = arguments.rows, arguments.rounds
+    each = arguments.steps * rows // rounds
+    tokens = np.random.default_rng(1).integers(1, 1000, arguments.depth + rounds * each)
     wanted = arguments.only.split(",") if arguments.only else None
 
     def started(tiers: ExpertTiers, timed: bool) -> CardPool:
@@ -149,23 +166,35 @@ def main() -> None:
     with contextlib.closing(started(everything[1], False)) as whole:
         for name, tiers in others:
             with contextlib.closing(started(tiers, False)) as pool:
-                found = in_turns((whole, pool), tokens, arguments.depth, rows, each)
+                found = in_turns((whole, pool), tokens, arguments.depth, rows, each, rounds)
             layers = len(tiers.host_layers) or 1
-            more, mean = np.median(1e6 / layers * (found[:, 1] - found[:, 0]), axis=1)
+            more, mean, _ = map(with_quartiles, 1e6 / layers * (found[:, 1] - found[:, 0]))
             median = 1e3 * np.median(found[0], axis=1)
             expected = predict(program, tiers, speed, position=arguments.depth, cache_bytes=2)
             assert expected is not None
             seen = f", predicted {1e3 * expected.seconds:.3f}, bound {1e3 * expected.bound_seconds:.3f}"
             print(
                 f"{name:16} {median[1]:7.3f} ms a step{seen if rows == 1 else ''}; {everything[0]} {median[0]:.3f};"
-                f" {more:.1f} us a layer more by medians, {mean:.1f} by means",
+                f" {more} us a layer more by medians, {mean} by means",
                 flush=True,
             )
-    for name, tiers in (everything, *others):
-        expected = predict(program, tiers, speed, position=arguments.depth, cache_bytes=2)
-        assert expected is not None
-        with contextlib.closing(started(tiers, True)) as pool:
-            print(f"{name:16} {legs_of(pool, tokens, arguments.depth, rows, expected, tiers.host_layers)}", flush=True)
+    with contextlib.closing(started(everything[1], True)) as whole:
+        for name, tiers in (everything, *others):
+            expected = predict(program, tiers, speed, position=arguments.depth, cache_bytes=2)
+            assert expected is not None
+            with (
+                contextlib.closing(started(tiers, True)) if tiers.host_layers else contextlib.nullcontext(whole) as pool
+            ):
+                own = ""
+                if layers := len(tiers.host_layers):
+                    found = in_turns((whole, pool), tokens, arguments.depth, rows, each, rounds)[2]
+                    own = (
+                        f"; the card's own time {with_quartiles(1e6 / layers * (found[1] - found[0]))} us a layer more"
+                    )
+                print(
+                    f"{name:16} {legs_of(pool, tokens, arguments.depth, rows, expected, tiers.host_layers)}{own}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":
