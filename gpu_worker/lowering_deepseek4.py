@@ -41,6 +41,12 @@ _SPLIT: Final = 32  # window.cu
 _HEADS: Final = 8
 _TEAMS: Final = 16
 _EACH: Final = 512  # elements of a head that its usual kernel holds; twice as many in the wide one
+_ROW_WIDTHS: Final = (128, 256, 512)  # window_rows.cu
+_ROW_HEADS: Final = 32
+_ROW_KEYS: Final = 32
+_SCORE_WIDTHS: Final = (64, 128)  # indexer_rows.cu
+_SCORE_KEYS: Final = 128
+_MOST_SCORE_HEADS: Final = 128
 _SCRATCH: Final = 128 << 20
 """Bytes of scratch by which the rows of a prompt block are cut in groups."""
 
@@ -175,6 +181,8 @@ def _index_rows(lowering: Lowering, op: IndexRows) -> None:
     state, cache_type = _state(lowering, op.keys)[:3], context.cache_type
     each = _rows_each(lowering, op.q, 4 * (groups + of_blocks))
     words: tuple[int, ...]
+    many = lowering._count(op.q) > MAX_ROWS and cache_type == "f16" and width in _SCORE_WIDTHS
+    many = many and op.q.count <= _MOST_SCORE_HEADS
     scores = context.scratch("index:scores", each * groups * 4)
     bests = context.scratch("index:blocks", each * max(1, of_blocks) * 4)
     padded = blocks(width, 4) * 4
@@ -182,12 +190,18 @@ def _index_rows(lowering: Lowering, op: IndexRows) -> None:
     (q, q_row, q_head), (weights, weights_row) = lowering._heads(op.q), lowering._row(op.weights)
     for first in range(0, lowering._count(op.q), each):
         rows = min(each, lowering._count(op.q) - first)
-        walkers = min(blocks(groups, _KEYS), max(1, blocks(_WALKERS_EACH * context.multiprocessors, rows)))
+        keys = _SCORE_KEYS if many else _KEYS
+        walkers = min(blocks(groups, keys), max(1, blocks(_WALKERS_EACH * context.multiprocessors, rows)))
         at = 4 * first
         query = (q + at * q_row, q_row, q_head, weights + at * weights_row, weights_row)
-        sizes = (op.q.count, width, op.ratio, float_word(op.scale), scores, groups)
-        words = (slots + at, positions + at, *query, *state, *sizes)
-        lowering.emit("indexer", f"index_scores_{cache_type}", (walkers, rows), 256, *words, shared=shared)
+        sizes = (op.ratio, float_word(op.scale), scores, groups)
+        words = (slots + at, positions + at, *query, *state, op.q.count)
+        if many:
+            held = (keys + 2 * 16 * blocks(op.q.count, 16)) * width * 2
+            lowering.emit("indexer_rows", f"score_rows_{width}", (walkers, rows), 256, *words, *sizes, shared=held)
+        else:
+            name = f"index_scores_{cache_type}"
+            lowering.emit("indexer", name, (walkers, rows), 256, *words, width, *sizes, shared=shared)
         choice: tuple[int, ...] = ()
         for view in (op.out, op.kept, op.within):
             address, row = lowering._row(view) if view else (0, 0)
@@ -210,26 +224,37 @@ def _window_attention(lowering: Lowering, op: WindowAttention) -> None:
         raise _refuse(lowering, op, f"has heads {width} wide, the card's kernel takes multiples of 4 up to {2 * _EACH}")
     slots, positions = _places(lowering, op, op.q)
     window = (*_state(lowering, op.window), op.span)
+    (q, q_row, q_head), (out, out_row, out_head) = lowering._heads(op.q), lowering._heads(op.out)
+    sinks = context.weight(op.sinks)[0]
+    if lowering._count(op.q) > MAX_ROWS and context.cache_type == "f16" and width in _ROW_WIDTHS:
+        grid = (blocks(heads, _ROW_HEADS), lowering._count(op.q))
+        shared = (_ROW_HEADS + 2 * _ROW_KEYS) * width * 2 + _ROW_HEADS * (2 * _ROW_KEYS + 16)
+        words = (slots, positions, q, q_row, q_head, *window, *_groups(lowering, op, 0))
+        words += (sinks, heads, float_word(op.scale), out, out_row, out_head)
+        lowering.emit("window_rows", f"attend_rows_{width}", grid, 256, *words, shared=shared)
+        return
     each = _rows_each(lowering, op.q, heads * _TEAMS * width * 4)
     parts = context.scratch("window:parts", each * heads * _TEAMS * width * 4)
     extremes = context.scratch("window:extremes", each * heads * _TEAMS * 8)
     element = 4 if context.cache_type == "f32" else 2
     shared = _SPLIT * (width * element + 16) + 4 * _HEADS * width
     name = f"attend_window_{context.cache_type}" + ("_wide" if width > _EACH else "")
-    (q, q_row, q_head), (out, out_row, out_head) = lowering._heads(op.q), lowering._heads(op.out)
-    sinks = context.weight(op.sinks)[0]
     for first in range(0, lowering._count(op.q), each):
         rows, at = min(each, lowering._count(op.q) - first), 4 * first
-        groups: tuple[int, ...] = (0,) * 7
-        if op.groups:
-            chosen, row = lowering._row(op.chosen) if op.chosen else (0, 0)
-            most = op.chosen.elements if op.chosen else 0
-            groups = (*_state(lowering, op.groups)[:3], op.ratio, chosen + at * row, row, most)
-        words = (slots + at, positions + at, q + at * q_row, q_row, q_head, *window, *groups)
+        words = (slots + at, positions + at, q + at * q_row, q_row, q_head, *window, *_groups(lowering, op, at))
         sizes = (heads, width, float_word(op.scale), parts, extremes)
         lowering.emit("window", name, (_TEAMS, blocks(heads, _HEADS), rows), 256, *words, *sizes, shared=shared)
         joined = (parts, extremes, sinks, heads, width, out + at * out_row, out_row, out_head)
         lowering.emit("window", "join_window", (heads, rows), 256, *joined)
+
+
+def _groups(lowering: Lowering, op: WindowAttention, at: int) -> tuple[int, ...]:
+    """The Groups of windows.cuh for the row whose numbers begin `at` bytes after the first one's."""
+    if not op.groups:
+        return (0,) * 7
+    chosen, row = lowering._row(op.chosen) if op.chosen else (0, 0)
+    most = op.chosen.elements if op.chosen else 0
+    return (*_state(lowering, op.groups)[:3], op.ratio, chosen + at * row, row, most)
 
 
 # ---- router

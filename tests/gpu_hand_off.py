@@ -1,6 +1,6 @@
 """Times decode steps of plan a on the card that is present, with experts on the card, on the host and on both.
 
-    python tests/gpu_hand_off.py FILE.gguf | --synthetic TEMPLATE --layers N --mix MIX [--experts N] [--own-weights] [--only NAMES]
+    python tests/gpu_hand_off.py FILE.gguf | --synthetic TEMPLATE --layers N --mix MIX [--own-weights] [--only NAMES]
 
 One expert of each layer on the host shows what a hand-off itself costs: the host seldom has anything to do; with
 --rows 8 it often has, and the card has other work meanwhile. Each placement takes turns with the whole model on the

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -59,6 +59,7 @@ KINDS = (
     WindowAttention, SoftplusRouter, CacheWrite,
 )  # fmt: skip
 CLOSE = 3e-6  # of the greatest magnitude of a result: float32 sums of up to 1024 products, in another order
+HALF_CLOSE = 2e-3  # where queries and weights are rounded to f16
 CONTEXT, ROWS, BLOCK = 256, 64, 12
 F32_BAND = 1e-5  # relative rms at each position, as on the host
 GARBAGE = -7.0
@@ -114,11 +115,13 @@ class OnCard:
 
 
 class Comparing(ReferenceExecutor):
-    """A reference executor that has a card compute every op of KINDS, too, from the same inputs, while `how` is set."""
+    """A reference executor that, while `how` is set, has a card compute every op of `kinds` from the same inputs."""
 
-    def __init__(self, card: Emulated | OnCard) -> None:
-        super().__init__(card.program, context=CONTEXT, slots=2, max_rows=ROWS, cache_type="f32")
-        self.card, self.how = card, ""
+    def __init__(
+        self, card: Emulated | OnCard, cache_type: Literal["f32", "f16"] = "f32", kinds: tuple[type[Op], ...] = KINDS
+    ) -> None:
+        super().__init__(card.program, context=CONTEXT, slots=2, max_rows=ROWS, cache_type=cache_type)
+        self.card, self.kinds, self.how = card, kinds, ""
         self.seen: Counter[type[Op]] = Counter()
         self._launches: list[Launch] = []
 
@@ -136,7 +139,7 @@ class Comparing(ReferenceExecutor):
         mine = [
             launch for launch in self._launches if launch.label == op.name and launch.kernel.function != "rope_table"
         ]
-        if not self.how or not isinstance(op, KINDS) or not mine:
+        if not self.how or not isinstance(op, self.kinds) or not mine:
             super()._execute(op, rows)
             return
         before = {name: self._states[name].copy() for name in op_states(op)}
@@ -175,7 +178,8 @@ class Comparing(ReferenceExecutor):
         if expected.dtype == np.int32:
             np.testing.assert_array_equal(found, expected, f"{op.name}: {what}")
         else:
-            bound = CLOSE * max(1e-30, float(np.abs(expected).max()))
+            halves = isinstance(op, WindowAttention) and self.card.memory.cache_type == "f16"
+            bound = (HALF_CLOSE if halves else CLOSE) * max(1e-30, float(np.abs(expected).max()))
             np.testing.assert_allclose(found, expected, rtol=0, atol=bound, err_msg=f"{op.name}: {what}")
 
 
@@ -195,7 +199,34 @@ def every_op(card: Emulated | OnCard, name: str) -> None:
     assert set(executor.seen) == set(KINDS) - absent
 
 
+WIDTHS = {"deepseek4": (128, 64), "deepseek41": (256, 64), "deepseek41 wide": (512, 128)}
+"""Of heads and of the indexer's."""
+
+
+def blocks_of_halves(card: Emulated | OnCard, name: str) -> None:
+    """The kernels of prompt blocks over f16 caches: a block that begins a sequence, and one far behind its window, with
+    lists that are full."""
+    tokens = np.resize(figures41("tiny-deepseek41-a")["ids"], 300)
+    executor = Comparing(card, "f16", (IndexRows, WindowAttention))
+    shapes = {(type(op), op.q.width) for op in card.program.ops if isinstance(op, IndexRows | WindowAttention)}
+    assert shapes == {(WindowAttention, WIDTHS[name][0]), (IndexRows, WIDTHS[name][1])}
+    executor.compare(rows_of(tokens[:BLOCK], out="none"), "block")
+    functions = {launch.kernel.function for launch in executor._launches}
+    assert {f"attend_rows_{WIDTHS[name][0]}", f"score_rows_{WIDTHS[name][1]}"} <= functions
+    for start in range(BLOCK, 180, ROWS):
+        executor.step(rows_of(tokens[start : start + ROWS], start=start, out="none"))
+    executor.compare(rows_of(tokens[180 : 180 + BLOCK], start=180, out="none"), "block")
+    assert executor.seen[WindowAttention] > executor.seen[IndexRows] > 0
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_blocks_over_half_caches_on_the_emulator(name: str) -> None:
+    blocks_of_halves(Emulated(path_of(name), "f16"), name)
+
+
 def path_of(name: str) -> Path:
+    if name == "deepseek41 wide":
+        return tiny41("b")
     return tiny41("a") if name == "deepseek41" else tiny4()
 
 
@@ -316,6 +347,13 @@ def on_card(path: Path, **arguments: Any) -> Iterator[CardExecutor]:
 def test_every_op_on_a_card(name: str) -> None:
     with on_card(path_of(name)) as executor, executor.card.current("op by op"):
         every_op(OnCard(executor), name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WIDTHS)
+def test_blocks_over_half_caches_on_a_card(name: str) -> None:
+    with on_card(path_of(name), cache_type="f16") as executor, executor.card.current("op by op"):
+        blocks_of_halves(OnCard(executor), name)
 
 
 @pytest.mark.gpu

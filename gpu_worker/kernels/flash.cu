@@ -1,6 +1,6 @@
 // Causal attention of a prompt's rows, which are neighbours of one slot, over an f16 cache: tensor cores, 128 rows of one
 // head a block, 64 positions at a time, the softmax carried along. Sums are f32; queries and weights are rounded to f16.
-#include "common.cuh"
+#include "halves.cuh"
 
 constexpr int ROWS = 128;
 constexpr int SPLIT = 64;
@@ -10,16 +10,6 @@ struct Cache {
     word slot_stride, row_stride;  // in elements
 };
 
-DEVICE uint32_t two_halves(float x, float y) {
-    const __half2 both = __floats2half2_rn(x, y);
-    uint32_t bits;
-    memcpy(&bits, &both, 4);
-    return bits;
-}
-
-template <int WIDTH>
-DEVICE int flash_place(int row, int chunk) { return row * (WIDTH * 2) + ((chunk ^ (row & 7)) * 16); }
-
 // SPLIT rows of WIDTH elements on their way to shared memory; rows from `seen` on are zeros.
 template <int WIDTH>
 DEVICE void fetch_rows(uint8_t* to, const __half* rows, word row_stride, int seen) {
@@ -27,7 +17,7 @@ DEVICE void fetch_rows(uint8_t* to, const __half* rows, word row_stride, int see
 #pragma unroll
     for (int i = 0; i < SPLIT * ACROSS / 256; ++i) {
         const int at = threadIdx.x + 256 * i, row = at / ACROSS, chunk = at % ACROSS;
-        copy_async(to + flash_place<WIDTH>(row, chunk), rows + min(row, seen - 1) * row_stride + 8 * chunk, row < seen);
+        copy_async(to + half_place<WIDTH>(row, chunk), rows + min(row, seen - 1) * row_stride + 8 * chunk, row < seen);
     }
 }
 
@@ -80,7 +70,7 @@ DEVICE void flash(const int* slots, const int* positions, const float* q, word q
 #pragma unroll
             for (int n = 0; n < SPLIT / 16; ++n) {
                 uint32_t b[4];
-                load_matrices<false>(b, stage + flash_place<KEY>(16 * n + (lane & 7) + (lane >> 4) * 8, 2 * k + ((lane >> 3) & 1)));
+                load_matrices<false>(b, stage + half_place<KEY>(16 * n + (lane & 7) + (lane >> 4) * 8, 2 * k + ((lane >> 3) & 1)));
                 multiply_f16(scores[2 * n], queries[k], b[0], b[1]);
                 multiply_f16(scores[2 * n + 1], queries[k], b[2], b[3]);
             }
@@ -120,7 +110,7 @@ DEVICE void flash(const int* slots, const int* positions, const float* q, word q
 #pragma unroll
             for (int n = 0; n < VALUE / 16; ++n) {
                 uint32_t b[4];
-                load_matrices<true>(b, from + flash_place<VALUE>(16 * k + (lane & 15), 2 * n + (lane >> 4)));
+                load_matrices<true>(b, from + half_place<VALUE>(16 * k + (lane & 15), 2 * n + (lane >> 4)));
                 multiply_f16(sums[2 * n], a, b[0], b[1]);
                 multiply_f16(sums[2 * n + 1], a, b[2], b[3]);
             }

@@ -3,37 +3,12 @@
 // The keys of a row, window first, are cut into splits of SPLIT. Team t takes the splits t, t + TEAMS, ..., keeping a
 // running greatest score; the teams are joined in ascending order with the head's sink. So a row's result depends on its
 // keys only, not on the grid. Queries and weights stay f32 whatever the cache.
-#include "common.cuh"
+#include "windows.cuh"
 
 constexpr int SPLIT = 32;  // keys: a lane each
 constexpr int HEADS = 8;   // heads of a block: a warp each
 constexpr int TEAMS = 16;
 constexpr int THREADS = 32 * HEADS;
-
-struct Ring {
-    const void* rows;
-    word slot_stride, row_stride, count, span;
-};
-struct Groups {
-    const void* rows;  // null: a window alone
-    word slot_stride, row_stride, ratio;
-    const int* chosen;  // null: all that are visible
-    word chosen_row, most;
-};
-
-// How many numbers of an ascending list, which ends with -1, are no less than 0. Called by all threads of a block.
-DEVICE int listed(const int* list, int most) {
-    __shared__ int counts[HEADS];
-    int mine = 0;
-    for (int i = threadIdx.x; i < most; i += THREADS) mine += list[i] >= 0;
-#pragma unroll
-    for (int distance = 16; distance; distance >>= 1) mine += __shfl_xor_sync(~0u, mine, distance);
-    if ((threadIdx.x & 31) == 0) counts[threadIdx.x / 32] = mine;
-    __syncthreads();
-    int all = 0;
-    for (int w = 0; w < HEADS; ++w) all += counts[w];
-    return all;
-}
 
 template <class T>
 DEVICE float4 four(const T* at) {
