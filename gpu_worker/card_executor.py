@@ -15,7 +15,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -38,6 +38,7 @@ from bloomery.runtime.arena import LEAST_SPARE
 from bloomery.runtime.errors import StepAborted, WorkerLost
 from bloomery.runtime.executor import MOST_AHEAD, StateSnapshot, StepResult, StepRows, check_rows
 from bloomery.runtime.expert_tiers import ExpertTiers
+from bloomery.runtime.ops_deepseek4 import TableRows
 from bloomery.runtime.program import Program, View
 from bloomery.runtime.shallow_steps import shallow_program, shallow_reach
 from bloomery.runtime.slot_states import SlotStates
@@ -125,6 +126,7 @@ class CardExecutor:
         self._lost = ""
         self._is_cut, self._on_end, self._results, self._host = is_cut, on_end, results, host
         self._experts: ExpertStream | None = None
+        self._tables = {op.name: op.table for op in program.ops if isinstance(op, TableRows)}
         spare = max(self._max_rows, LEAST_SPARE)
         self._counts = {"steps": 0, "rows": 0, "aborted": 0}
         self._seconds = 0.0
@@ -341,14 +343,11 @@ class CardExecutor:
         """The tokens at these positions."""
         return self.memory.read(state, slot, before)[:, 0]
 
-    def _bring(self, rows: StepRows) -> None:
-        """Reads the rows of n-gram tables that these rows want."""
-        if self._feed:
-            self._feed.bring(rows, self._history)
-
-    def _copy_brought(self, part: slice) -> None:
-        for table, brought in self._feed.rows.items() if self._feed else ():
-            self.card.cuda.memcpy_htod_async(self.memory.brought(table), brought[part], self.card.stream)
+    def _copy_brought(self, part: slice, tables: Iterable[str]) -> None:
+        """Sends rows of n-gram tables on their way to the card, once they are there."""
+        for table in tables:
+            assert self._feed is not None
+            self.card.cuda.memcpy_htod_async(self.memory.brought(table), self._feed.need(table)[part], self.card.stream)
 
     def _look_up(self, number: int, what: str, which: int) -> None:
         """Before part `number`: waits until few are under way, and raises StepAborted if the step is to end."""
@@ -372,11 +371,14 @@ class CardExecutor:
                 begun.record(self.card.stream)
             self._run_ahead(rows)
             return
-        cuda, stream = self.card.cuda, self.card.stream
-        done = groups = 0
         if self._experts:
             self._experts.nbytes = self._experts.ns = 0
-        self._bring(rows)
+        with self._feed.bringing(rows, self._history) if self._feed else contextlib.nullcontext():
+            self._run_parts(rows, begun)
+
+    def _run_parts(self, rows: StepRows, begun: Any) -> None:
+        cuda, stream = self.card.cuda, self.card.stream
+        done = groups = 0
         if begun:
             begun.record(stream)
         for number, (first, last, block) in enumerate(
@@ -393,18 +395,16 @@ class CardExecutor:
             _fill(record, rows.tokens[part], rows.slots[part], rows.positions[part], wanted)
             place = self.memory.prompt_step if block else self.memory.step
             cuda.memcpy_htod_async(place.tokens, record, stream)
-            self._copy_brought(part)
             if block:
-                self._launch_block(last - first, len(wanted), rows.shallow)
+                self._launch_block(part, len(wanted), rows.shallow)
             else:
+                self._copy_brought(part, self._tables.values())
                 self._launch(self._prepare(last - first, len(wanted)))
             if len(wanted):
                 self._fetch(done, len(wanted))
                 done += len(wanted)
             self._events[number % _AHEAD].record(stream)
         stream.synchronize()
-        if self._feed:
-            self._feed.tidy()
 
     def _run_timed(self, rows: StepRows, on_end: Callable[[int], None]) -> None:
         begun, ended = self.card.cuda.Event(), self.card.cuda.Event()
@@ -469,11 +469,14 @@ class CardExecutor:
                 self._launch_eagerly(prepared.launches, wait=False)
             prepared.graph = graph
 
-    def _launch_block(self, rows: int, out_rows: int, shallow: bool) -> None:
-        """A prompt block. Where experts come from the host their layers are boundaries at which a step can end."""
+    def _launch_block(self, part_rows: slice, out_rows: int, shallow: bool) -> None:
+        """A prompt block. Where experts come from the host their layers are boundaries at which a step can end. Rows of
+        an n-gram table are waited for where its op takes them."""
+        rows = part_rows.stop - part_rows.start
         launches = self._block(rows, out_rows, shallow)
+        bring = partial(self._copy_brought, part_rows)
         if self._experts is None:
-            self._launch_eagerly(launches, wait=self._sync)
+            self._launch_eagerly(launches, wait=self._sync, bring=bring)
             return
         kind = self._experts.kind(rows)
         parts = [(label, list(part)) for label, part in groupby(launches, lambda launch: launch.label)]
@@ -481,7 +484,7 @@ class CardExecutor:
         self._experts.begin(kind, brought)
         for label, part in parts:
             if label not in kind.ways:
-                self._launch_eagerly(part, wait=self._sync)
+                self._launch_eagerly(part, wait=self._sync, bring=bring)
                 continue
             number = brought.index(label)
             self._end_if_cut(f"op {label}")
@@ -490,8 +493,13 @@ class CardExecutor:
             self._experts.after(number)
         self._experts.end()
 
-    def _launch_eagerly(self, launches: list[Launch], wait: bool) -> None:
+    def _launch_eagerly(
+        self, launches: list[Launch], wait: bool, bring: Callable[[Iterable[str]], None] = lambda tables: None
+    ) -> None:
+        """`bring` is asked for the tables that an op takes rows of, before it."""
         for launch in launches:
+            if launch.label in self._tables:
+                bring((self._tables[launch.label],))
             self._kernels.launch(launch)
             if wait:
                 try:

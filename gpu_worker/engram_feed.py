@@ -1,14 +1,16 @@
 """Rows of n-gram tables for the card's steps: numbered from the tokens, read from the file, put into the card's memory.
 
-Owns which rows a step wants and the pinned memory on their way. `row_reader` reads those of many tokens, `quick_rows`
-those of a few and, for steps that follow each other, `rows_ahead`. The history of a slot before the step is asked of
-whoever has the states. A program without engrams has no feed.
+Owns which rows a step wants and the pinned memory on their way. `row_reader` reads those of many tokens, in a thread of
+the feed's, table after table, while the layers before each table's op run; `quick_rows` those of a few and, for steps
+that follow each other, `rows_ahead`. The history of a slot before the step is asked of whoever has the states. Programs
+without engrams have no feed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +29,8 @@ History = Callable[[str, int, range], NDArray[np.int32]]
 
 
 class EngramFeed:
-    """`rows[weight]` (max_rows, bytes of all rows of a token): what `bring` read for the rows of a step, in their
-    order. One thread at a time."""
+    """`rows[weight]` (max_rows, bytes of all rows of a token): what was read for the rows of a step, in their order,
+    once `need` has returned. One thread at a time."""
 
     def __init__(
         self,
@@ -47,12 +49,14 @@ class EngramFeed:
         self._few = np.empty(self._quick.shape, np.uint8)
         self._places = self._few.ctypes.data + self._few.strides[0] * np.arange(len(sites))
         self._ahead: RowsAhead | None = None
+        self._thread = ThreadPoolExecutor(1, "n-gram rows")
+        self._arrived: dict[str, Future[None]] = {}
         self.rows = {table.weight: memory(max_rows, buckets * table.row_bytes) for table in self._tables}
 
     def get_ready(self, register: Callable[[int, int], Mapped]) -> None:
         """Compiles what has to be, and makes memory for steps ahead known to the card."""
         self._quick.compile()
-        self._ahead = RowsAhead(self._quick, tuple(table.weight for table in self._tables), register)
+        self._ahead = RowsAhead(self._quick, tuple(self.rows), register, self._thread)
 
     @property
     def ahead(self) -> AheadAddresses | None:
@@ -64,26 +68,57 @@ class EngramFeed:
         assert self._ahead is not None
         return self._ahead.serving(self._histories(step, history), step.ahead)
 
-    def bring(self, step: StepRows, history: History) -> None:
-        """Raises TableReadError for rows that cannot be read."""
+    @contextmanager
+    def bringing(self, step: StepRows, history: History) -> Iterator[None]:
+        """Rows of a step for the launches inside, which are waited for inside, too."""
+        self._begin(step, history)
+        try:
+            yield
+        finally:
+            wait(self._arrived.values())  # so that nobody writes to `rows` any more
+        self._reader.tidy()
+
+    def _begin(self, step: StepRows, history: History) -> None:
+        """Those of a few tokens are there when this returns."""
         histories, count = self._histories(step, history), len(step.tokens)
-        if count <= MAX_ROWS:
-            self._quick.bring(histories, self._places)
-            for table, read in zip(self._tables, self._few, strict=True):
-                to = self.rows[table.weight][:count]
-                to[:] = read[: count * self._hash.buckets].reshape(to.shape)
+        self._arrived = {name: Future() for name in self.rows}
+        if count > MAX_ROWS:
+            self._thread.submit(self._bring, histories)
             return
-        contexts = self._hash.contexts(histories)
-        wanted, places = [], []
-        for table in self._tables:
-            ids = self._hash.rows_of_contexts(table.site, contexts).reshape(-1)
-            distinct, inverse = np.unique(ids, return_inverse=True)  # sorted, as the disk likes it
-            wanted.append((distinct, np.empty((len(distinct), table.row_bytes), np.uint8)))
-            places.append(inverse.reshape(-1))
-        self._reader.fetch(wanted)
-        for table, (_, read), inverse in zip(self._tables, wanted, places, strict=True):
-            to = self.rows[table.weight][: len(step.tokens)]
-            np.take(read, inverse, axis=0, out=to.reshape(-1, table.row_bytes))
+        self._quick.bring(histories, self._places)
+        for table, read in zip(self._tables, self._few, strict=True):
+            to = self.rows[table.weight][:count]
+            to[:] = read[: count * self._hash.buckets].reshape(to.shape)
+            self._arrived[table.weight].set_result(None)
+
+    def need(self, table: str) -> NDArray[np.uint8]:
+        """Waits for the rows of a table. Raises TableReadError if they cannot be read."""
+        self._arrived[table].result()
+        return self.rows[table]
+
+    def _bring(self, histories: NDArray[np.int64]) -> None:
+        arrived = list(self._arrived.values())
+        wanted: list[tuple[NDArray[np.int32], NDArray[np.uint8]]] = []
+        places: list[NDArray[np.intp]] = []
+
+        def done(index: int) -> None:
+            table, read = self._tables[index], wanted[index][1]
+            to = self.rows[table.weight][: len(histories)]
+            np.take(read, places[index], axis=0, out=to.reshape(-1, table.row_bytes))
+            arrived[index].set_result(None)
+
+        try:
+            contexts = self._hash.contexts(histories)
+            for table in self._tables:
+                ids = self._hash.rows_of_contexts(table.site, contexts).reshape(-1)
+                distinct, inverse = np.unique(ids, return_inverse=True)  # sorted, as the disk likes it
+                wanted.append((distinct, np.empty((len(distinct), table.row_bytes), np.uint8)))
+                places.append(inverse.reshape(-1))
+            self._reader.fetch(wanted, done)
+        except BaseException as error:
+            for each in arrived:
+                if not each.done():
+                    each.set_exception(error)
 
     def tidy(self) -> None:
         """For the quiet moment after a step."""
@@ -92,6 +127,7 @@ class EngramFeed:
     def close(self) -> None:
         if self._ahead:
             self._ahead.close()
+        self._thread.shutdown()
         self._reader.close()
         self.rows.clear()
 

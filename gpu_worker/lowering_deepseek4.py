@@ -41,10 +41,11 @@ _SPLIT: Final = 32  # window.cu
 _HEADS: Final = 8
 _TEAMS: Final = 16
 _EACH: Final = 512  # elements of a head that its usual kernel holds; twice as many in the wide one
-_ROW_WIDTHS: Final = (128, 256, 512)  # window_rows.cu
+_ROW_WIDTHS: Final = (128, 256, 512)  # window_rows.cu, window_cores.cu
 _ROW_HEADS: Final = 32
 _ROW_KEYS: Final = 32
-_SCORE_WIDTHS: Final = (64, 128)  # indexer_rows.cu
+_CORE_HEADS: Final = 16
+_SCORE_WIDTHS: Final = (64, 128)  # indexer_cores.cu
 _SCORE_KEYS: Final = 128
 _MOST_SCORE_HEADS: Final = 128
 _SCRATCH: Final = 128 << 20
@@ -181,8 +182,7 @@ def _index_rows(lowering: Lowering, op: IndexRows) -> None:
     state, cache_type = _state(lowering, op.keys)[:3], context.cache_type
     each = _rows_each(lowering, op.q, 4 * (groups + of_blocks))
     words: tuple[int, ...]
-    many = lowering._count(op.q) > MAX_ROWS and cache_type == "f16" and width in _SCORE_WIDTHS
-    many = many and op.q.count <= _MOST_SCORE_HEADS
+    on_cores = cache_type == "f16" and width in _SCORE_WIDTHS and op.q.count <= _MOST_SCORE_HEADS
     scores = context.scratch("index:scores", each * groups * 4)
     bests = context.scratch("index:blocks", each * max(1, of_blocks) * 4)
     padded = blocks(width, 4) * 4
@@ -190,15 +190,15 @@ def _index_rows(lowering: Lowering, op: IndexRows) -> None:
     (q, q_row, q_head), (weights, weights_row) = lowering._heads(op.q), lowering._row(op.weights)
     for first in range(0, lowering._count(op.q), each):
         rows = min(each, lowering._count(op.q) - first)
-        keys = _SCORE_KEYS if many else _KEYS
+        keys = _SCORE_KEYS if on_cores else _KEYS
         walkers = min(blocks(groups, keys), max(1, blocks(_WALKERS_EACH * context.multiprocessors, rows)))
         at = 4 * first
         query = (q + at * q_row, q_row, q_head, weights + at * weights_row, weights_row)
         sizes = (op.ratio, float_word(op.scale), scores, groups)
         words = (slots + at, positions + at, *query, *state, op.q.count)
-        if many:
+        if on_cores:
             held = (keys + 2 * 16 * blocks(op.q.count, 16)) * width * 2
-            lowering.emit("indexer_rows", f"score_rows_{width}", (walkers, rows), 256, *words, *sizes, shared=held)
+            lowering.emit("indexer_cores", f"score_cores_{width}", (walkers, rows), 256, *words, *sizes, shared=held)
         else:
             name = f"index_scores_{cache_type}"
             lowering.emit("indexer", name, (walkers, rows), 256, *words, width, *sizes, shared=shared)
@@ -226,7 +226,8 @@ def _window_attention(lowering: Lowering, op: WindowAttention) -> None:
     window = (*_state(lowering, op.window), op.span)
     (q, q_row, q_head), (out, out_row, out_head) = lowering._heads(op.q), lowering._heads(op.out)
     sinks = context.weight(op.sinks)[0]
-    if lowering._count(op.q) > MAX_ROWS and context.cache_type == "f16" and width in _ROW_WIDTHS:
+    on_cores = context.cache_type == "f16" and width in _ROW_WIDTHS
+    if lowering._count(op.q) > MAX_ROWS and on_cores:
         grid = (blocks(heads, _ROW_HEADS), lowering._count(op.q))
         shared = (_ROW_HEADS + 2 * _ROW_KEYS) * width * 2 + _ROW_HEADS * (2 * _ROW_KEYS + 16)
         words = (slots, positions, q, q_row, q_head, *window, *_groups(lowering, op, 0))
@@ -237,13 +238,16 @@ def _window_attention(lowering: Lowering, op: WindowAttention) -> None:
     parts = context.scratch("window:parts", each * heads * _TEAMS * width * 4)
     extremes = context.scratch("window:extremes", each * heads * _TEAMS * 8)
     element = 4 if context.cache_type == "f32" else 2
-    shared = _SPLIT * (width * element + 16) + 4 * _HEADS * width
-    name = f"attend_window_{context.cache_type}" + ("_wide" if width > _EACH else "")
+    shared, batch = _SPLIT * (width * element + 16) + 4 * _HEADS * width, _HEADS
+    kernel = "window", f"attend_window_{context.cache_type}" + ("_wide" if width > _EACH else "")
+    if on_cores:
+        shared = (2 * _CORE_HEADS + _ROW_KEYS) * width * 2 + _CORE_HEADS * _ROW_KEYS * 12
+        batch, kernel = _CORE_HEADS, ("window_cores", f"window_cores_{width}")
     for first in range(0, lowering._count(op.q), each):
         rows, at = min(each, lowering._count(op.q) - first), 4 * first
         words = (slots + at, positions + at, q + at * q_row, q_row, q_head, *window, *_groups(lowering, op, at))
-        sizes = (heads, width, float_word(op.scale), parts, extremes)
-        lowering.emit("window", name, (_TEAMS, blocks(heads, _HEADS), rows), 256, *words, *sizes, shared=shared)
+        sizes = (heads, *(() if on_cores else (width,)), float_word(op.scale), parts, extremes)
+        lowering.emit(*kernel, (_TEAMS, blocks(heads, batch), rows), 256, *words, *sizes, shared=shared)
         joined = (parts, extremes, sinks, heads, width, out + at * out_row, out_row, out_head)
         lowering.emit("window", "join_window", (heads, rows), 256, *joined)
 

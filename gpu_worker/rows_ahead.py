@@ -1,10 +1,10 @@
 """N-gram rows for steps ahead: card and compiled host code tell each other tokens and rows, without Python between.
 
-Owns the memory that both see, its registration with the driver, and the thread that serves it. What is read, and the
+Owns the memory that both see and its registration with the driver. What is read, and the
 words' order, is `quick_rows`'s.
 
-A step ahead ends by writing its tokens into this memory and its number to TOLD (release, system scope). The thread,
-which has no need of the GIL, polls TOLD, numbers and reads the rows of these tokens, and writes the step's number to
+A step ahead ends by writing its tokens into this memory and its number to TOLD (release, system scope). A thread, which
+has no need of the GIL, polls TOLD, numbers and reads the rows of these tokens, and writes the step's number to
 FLAG. The next step runs its layers meanwhile, and waits for FLAG where it first needs a table's row.
 """
 
@@ -47,8 +47,14 @@ class AheadAddresses:
 class RowsAhead:
     """One for an executor. `tables` are names of weights in the order of `quick`'s sites."""
 
-    def __init__(self, quick: QuickRows, tables: tuple[str, ...], register: Callable[[int, int], Mapped]) -> None:
-        """`register(address, bytes)` makes memory of this process known to the card."""
+    def __init__(
+        self,
+        quick: QuickRows,
+        tables: tuple[str, ...],
+        register: Callable[[int, int], Mapped],
+        thread: ThreadPoolExecutor,
+    ) -> None:
+        """`register(address, bytes)` makes memory of this process known to the card; `thread` is where it is served."""
         sites, rows, row_bytes = quick.shape
         each = rows * row_bytes
         assert each % 16 == 0 and MAX_ROWS * 4 <= LINE
@@ -59,7 +65,7 @@ class RowsAhead:
         self._quick, self._start = quick, area.ctypes.data
         self._outs = self._start + _ROWS + each * np.arange(sites)
         self._mapped = register(self._start, len(area))
-        self._thread = ThreadPoolExecutor(1, "n-gram rows")
+        self._thread = thread
 
         def seen(offset: int) -> int:
             return self._mapped.address_of(self._start + offset)
@@ -88,5 +94,4 @@ class RowsAhead:
 
     def close(self) -> None:
         self._words[STOP * LINE // 8], self._words[FLAG * LINE // 8] = 1, RELEASED
-        self._thread.shutdown()
         self._mapped.close()

@@ -16,20 +16,13 @@ from numpy.typing import NDArray
 from bloomery.runtime.engram_hash import EngramHash
 from bloomery.runtime.row_cache import SPREAD, TABLE_SHIFT, WAYS
 from bloomery.runtime.row_reader import RowReader
-from bloomery.runtime.sync import copy_bytes, load_acquire, long_system_call, pause, store_release, system_call
-
-_SYS_PREAD: Final = 17
-_SYS_FADVISE: Final = 221
-_SYS_PREADV2: Final = 327
-_WILLNEED: Final = 3
-_NOWAIT: Final = 8
-_INTERRUPTED: Final = -4
+from bloomery.runtime.row_reads import ROW, SITE, STATUS, TO, ask, wait
+from bloomery.runtime.sync import copy_bytes, load_acquire, pause, store_release
 
 CLOCK, ROWS, CACHED, FROM_DISK, TOUCHED, FAILED_SITE, FAILED_ROW, FAILED_STATUS = range(8)
 """Words of the state that compiled code leaves behind. FAILED_SITE -1: nothing failed; FAILED_STATUS is what the system
 said: -errno, or how many bytes were there."""
-_PIECE: Final = 8  # an iovec
-_WORDS: Final = 10
+_WORDS: Final = 8
 
 TOLD, FLAG, STOP = range(3)
 """Lines of LINE bytes of the words through which steps that follow each other get their rows (`serve`)."""
@@ -100,7 +93,7 @@ def bring(history: Any, outs: Any, hashing: Any, cache: Any, files: Any, marks: 
                     number = np.int64(mixed % primes[site, bucket] + offsets[site, bucket])
                     to = outs[site] + (r * primes.shape[1] + bucket) * row_bytes
                     if not _take(number + (site << TABLE_SHIFT), to, keys, used, kept, row_bytes, state):
-                        missing[absent, 0], missing[absent, 1], missing[absent, 2] = site, number, to
+                        missing[absent, SITE], missing[absent, ROW], missing[absent, TO] = site, number, to
                         absent += 1
     total = history.shape[0] * primes.size
     state[ROWS] += total
@@ -110,35 +103,25 @@ def bring(history: Any, outs: Any, hashing: Any, cache: Any, files: Any, marks: 
 
 @njit(nogil=True, cache=True)
 def _read(absent: int, cache: Any, files: Any, marks: Any) -> bool:
-    """First what the page cache holds, while the disk is asked for the rest at once; then the rest."""
     keys, used, kept = cache
-    handles, starts, row_bytes = files
-    state, touched, missing = marks
-    waiting = 0
+    row_bytes = files[2]
+    state, touched, piece = marks[0], marks[1], marks[3]
+    missing = marks[2][:absent]
     for index in range(absent):
-        site, to = missing[index, 0], missing[index, 2]
-        offset = missing[index, 1] * row_bytes + starts[site]
         if state[TOUCHED] < touched.shape[0]:
-            touched[state[TOUCHED], 0], touched[state[TOUCHED], 1] = site, offset
+            site = missing[index, SITE]
+            touched[state[TOUCHED], 0] = site
+            touched[state[TOUCHED], 1] = missing[index, ROW] * row_bytes + files[1][site]
             state[TOUCHED] += 1
-        state[_PIECE], state[_PIECE + 1] = to, row_bytes
-        piece = state.ctypes.data + 8 * _PIECE
-        missing[index, 3] = 0
-        if long_system_call(_SYS_PREADV2, handles[site], piece, 1, offset, 0, _NOWAIT) != row_bytes:
-            missing[index, 3] = 1
-            waiting += 1
-            system_call(_SYS_FADVISE, handles[site], offset, row_bytes, _WILLNEED)
-    state[FROM_DISK] += waiting
+    state[FROM_DISK] += ask(missing, files, piece)
+    failed = wait(missing, files)
+    if failed >= 0:
+        state[FAILED_SITE], state[FAILED_ROW] = missing[failed, SITE], missing[failed, ROW]
+        state[FAILED_STATUS] = missing[failed, STATUS]
+        return False
     for index in range(absent):
-        site, number, to = missing[index, 0], missing[index, 1], missing[index, 2]
-        if missing[index, 3] != 0:
-            got: Any = np.int64(_INTERRUPTED)
-            while got == _INTERRUPTED:
-                got = system_call(_SYS_PREAD, handles[site], to, row_bytes, number * row_bytes + starts[site])
-            if got != row_bytes:
-                state[FAILED_SITE], state[FAILED_ROW], state[FAILED_STATUS] = site, number, got
-                return False
-        _keep(number + (site << TABLE_SHIFT), to, keys, used, kept, row_bytes, state)
+        key = missing[index, ROW] + (missing[index, SITE] << TABLE_SHIFT)
+        _keep(key, missing[index, TO], keys, used, kept, row_bytes, state)
     return True
 
 
@@ -176,12 +159,11 @@ class QuickRows:
         self._hashing = (np.ascontiguousarray(hashing.token_map), np.uint64(hashing.pad), *lines, hashing.heads)
         cache = reader.cache
         self._cache = (cache.keys, cache.used, cache.rows.ctypes.data)
-        starts = np.array([table.offset for table in reader.tables], np.int64)
-        self._files = (np.array(reader.files, np.int64), starts, reader.row_bytes)
+        self._files = reader.places()
         self._state = np.zeros(_WORDS, np.int64)
         most = most_rows * hashing.buckets * len(sites)
         self._touched = np.empty((0 if reader.keep_pages else _MOST_TOUCHED, 2), np.int64)
-        self._marks = (self._state, self._touched, np.empty((most, 4), np.int64))
+        self._marks = (self._state, self._touched, np.empty((most, 4), np.int64), np.empty(2, np.int64))
         self.shape = (len(sites), most_rows * hashing.buckets, reader.row_bytes)
         """Sites, rows of a site for the greatest number of tokens, bytes of a row."""
 

@@ -3,15 +3,14 @@
 Owns the files, the ways of reading and what stays in memory: a RowCache, and the page cache only where the tables are
 small beside it. Knows neither what rows mean nor who wants them.
 
-A fetch has two passes. The first tries every row with RWF_NOWAIT, which copies what the page cache holds and asks the
-disk for the rest without waiting (older kernels only say no: `posix_fadvise(WILLNEED)` then asks). The second waits for
-each missing row in turn; by then all are under way. With `direct` the page cache is not used at all: the disk is asked
-by as many threads as keep it busy.
+A fetch has two passes (`row_reads`). The first tries every row with RWF_NOWAIT, which copies what the page cache holds,
+and asks the disk for the rest (`posix_fadvise(WILLNEED)`). The second waits for each missing row in turn; by then all
+are under way. Many rows are shared by threads, since a system call for each is what takes time when the page cache
+holds them. With `direct` the page cache is not used at all: the disk is asked by as many threads as keep it busy.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import math
 import mmap
@@ -36,6 +35,10 @@ DIRECT_THREADS = 16
 CACHE_BYTES = 256 << 20
 KEEP_SHARE = 8
 """Tables beyond one part in so many of the free memory do not stay in the page cache."""
+
+_MOST_THREADS = 8
+_ROWS_A_THREAD = 256
+_Lines = NDArray[np.int64]  # of row_reads
 
 _MERGE_PAGES = 4096  # of a fetch that touched more pages, all pages of the files are dropped at once
 
@@ -125,7 +128,7 @@ class RowReader:
         Raises TableReadError; tables of which `done` was called are complete then. ValueError for numbers outside."""
         begun = time.perf_counter()
         counters = self.counters
-        missing: list[tuple[NDArray[np.int64], NDArray[np.int64], list[int]]] = []
+        missing: list[tuple[NDArray[np.int64], NDArray[np.int64], _Lines]] = []
         for index, (numbers, out) in enumerate(wanted):
             ids = np.asarray(numbers, np.int64)
             table = self.tables[index]
@@ -134,12 +137,10 @@ class RowReader:
             absent = self.cache.take(index, ids, out)
             counters.rows += len(ids)
             counters.cached += len(ids) - len(absent)
-            offsets = ids[absent] * self.row_bytes + table.offset
-            missing.append((ids, absent, self._ask(index, offsets, absent, out) if len(absent) else []))
-        for index, ((_, out), (ids, absent, waiting)) in enumerate(zip(wanted, missing, strict=True)):
-            counters.from_disk += len(waiting)
-            if waiting:
-                self._complete(index, ids, waiting, out)
+            missing.append((ids, absent, self._ask(index, ids, absent, out)))
+        for index, ((_, out), (ids, absent, lines)) in enumerate(zip(wanted, missing, strict=True)):
+            counters.from_disk += int(np.count_nonzero(lines[:, 3]))
+            self._complete(index, lines, out)
             if len(absent):
                 self.cache.put(index, ids[absent], out[absent])
             done(index)
@@ -183,51 +184,60 @@ class RowReader:
             os.close(file)
         self.files = []
 
-    def _ask(
-        self, index: int, offsets: NDArray[np.int64], absent: NDArray[np.int64], out: NDArray[np.uint8]
-    ) -> list[int]:
-        """The first pass: what is at hand is copied, the rest asked for; returns the places of the rest."""
+    def places(self) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+        """Handles and first bytes of the tables, bytes of a row: `files` of `row_reads`."""
+        starts = np.array([table.offset for table in self.tables], np.int64)
+        return np.array(self.files, np.int64), starts, self.row_bytes
+
+    def _ask(self, index: int, ids: NDArray[np.int64], absent: NDArray[np.int64], out: NDArray[np.uint8]) -> _Lines:
+        """The first pass: what is at hand is copied, the rest asked for."""
+        assert out.flags.c_contiguous
+        lines = np.zeros((len(absent), 4), np.int64)
+        lines[:, 0], lines[:, 1] = index, ids[absent]
+        lines[:, 2] = out.ctypes.data + absent * self.row_bytes
         if self.direct:
-            return [int(place) for place in absent]
-        file, size, bytes_of = self.files[index], self.row_bytes, out.data.cast("B")
-        self.note_touched(index, offsets)
-        waiting: list[tuple[int, int]] = []
-        preadv, nowait = os.preadv, os.RWF_NOWAIT
-        for place, offset in zip(absent.tolist(), offsets.tolist(), strict=True):
-            try:
-                if preadv(file, [bytes_of[place * size : (place + 1) * size]], offset, nowait) == size:
-                    continue
-            except BlockingIOError:
-                pass
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                    raise self._failed(index, offset, error) from error
-            waiting.append((place, offset))
-        for _, offset in waiting:
-            with contextlib.suppress(OSError):  # only an advice
-                os.posix_fadvise(file, offset, size, os.POSIX_FADV_WILLNEED)
-        return [place for place, _ in waiting]
+            lines[:, 3] = 1
+            return lines
+        from bloomery.runtime.row_reads import ask  # compiles: not for who reads nothing
 
-    def _complete(self, index: int, ids: NDArray[np.int64], waiting: list[int], out: NDArray[np.uint8]) -> None:
-        """The second pass: waits for the rows at these places."""
-        offsets = (ids[waiting] * self.row_bytes + self.tables[index].offset).tolist()
-        bytes_of = out.data.cast("B")
-        pairs = list(zip(waiting, offsets, strict=True))
-        if self._threads is None:
-            for place, offset in pairs:
-                self._read(index, offset, bytes_of[place * self.row_bytes : (place + 1) * self.row_bytes])
+        self.note_touched(index, lines[:, 1] * self.row_bytes + self.tables[index].offset)
+        files = self.places()
+        self._shared(lines, lambda part: ask(part, files, np.empty(2, np.int64)))
+        return lines
+
+    def _complete(self, index: int, lines: _Lines, out: NDArray[np.uint8]) -> None:
+        """The second pass: waits for the rows that are still missing."""
+        if not len(lines):
             return
-        shares = [pairs[share::DIRECT_THREADS] for share in range(min(DIRECT_THREADS, len(pairs)))]
-        for ended in [self._threads.submit(self._read_direct, index, share, bytes_of) for share in shares]:
-            ended.result()
+        if self.direct:
+            bytes_of, start = out.data.cast("B"), out.ctypes.data
+            offsets = (lines[:, 1] * self.row_bytes + self.tables[index].offset).tolist()
+            pairs = list(zip(((lines[:, 2] - start) // self.row_bytes).tolist(), offsets, strict=True))
+            shares = [pairs[share::DIRECT_THREADS] for share in range(min(DIRECT_THREADS, len(pairs)))]
+            assert self._threads is not None
+            for ended in [self._threads.submit(self._read_direct, index, share, bytes_of) for share in shares]:
+                ended.result()
+            return
+        from bloomery.runtime.row_reads import wait
 
-    def _read(self, index: int, offset: int, target: memoryview) -> None:
-        try:
-            got = os.preadv(self.files[index], [target], offset)
-        except OSError as error:
-            raise self._failed(index, offset, error) from error
-        if got != self.row_bytes:
-            raise self._failed(index, offset, got)
+        files = self.places()
+
+        def complete(part: _Lines) -> None:
+            if (failed := wait(part, files)) >= 0:
+                raise self.failure(index, int(part[failed, 1]), int(part[failed, 3]))
+
+        self._shared(lines, complete)
+
+    def _shared(self, lines: _Lines, work: Callable[[_Lines], Any]) -> None:
+        """Does the work, by several threads if it is for many rows."""
+        threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)) // 2, len(lines) // _ROWS_A_THREAD)
+        if threads < 2:
+            work(lines)
+            return
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_MOST_THREADS, "table reads")
+        for ended in [self._threads.submit(work, part) for part in np.array_split(lines, threads)]:
+            ended.result()
 
     def _read_direct(self, index: int, pairs: list[tuple[int, int]], bytes_of: memoryview) -> None:
         """Whole pages into a page-aligned buffer, the row copied out of them."""

@@ -69,7 +69,8 @@ def library(file: str, quant_type: str) -> ctypes.CDLL:
     )
     macros = {"MATMUL": "matmul_{}", "ATTEND": "attend_{}", "FLASH": "flash_{}", "CORES_KERNEL": "attend_cores_{}"}
     macros |= {"ATTEND_WINDOW": "attend_window_{}", "FRESH_KERNEL": "attend_fresh_{}"}
-    macros |= {"ATTEND_ROWS": "attend_rows_{}", "SCORE_ROWS": "score_rows_{}"}
+    macros |= {"ATTEND_ROWS": "attend_rows_{}", "SCORE_CORES": "score_cores_{}"}
+    macros |= {"WINDOW_CORES": "window_cores_{}"}
     for macro, pattern in macros.items():
         for found in re.findall(rf"^{macro}\(([^)]*)\)", source, re.M):
             arguments = [part.strip() for part in found.split(",")]

@@ -8,6 +8,8 @@ kept blocks, tokens) equal, floats to rounding.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,6 +54,7 @@ from bloomery.runtime.ops_deepseek4 import (
 from bloomery.runtime.program import CacheWrite, Op, op_states, op_views
 from bloomery.runtime.reference import ReferenceExecutor
 from bloomery.runtime.reference_deepseek4 import best_blocks, best_rows, only_blocks
+from bloomery.runtime.row_reader import TableReadError
 
 pytestmark = pytest.mark.timeout(300)
 KINDS = (
@@ -178,7 +181,7 @@ class Comparing(ReferenceExecutor):
         if expected.dtype == np.int32:
             np.testing.assert_array_equal(found, expected, f"{op.name}: {what}")
         else:
-            halves = isinstance(op, WindowAttention) and self.card.memory.cache_type == "f16"
+            halves = isinstance(op, WindowAttention) and self.how == "block" and self.card.memory.cache_type == "f16"
             bound = (HALF_CLOSE if halves else CLOSE) * max(1e-30, float(np.abs(expected).max()))
             np.testing.assert_allclose(found, expected, rtol=0, atol=bound, err_msg=f"{op.name}: {what}")
 
@@ -203,25 +206,27 @@ WIDTHS = {"deepseek4": (128, 64), "deepseek41": (256, 64), "deepseek41 wide": (5
 """Of heads and of the indexer's."""
 
 
-def blocks_of_halves(card: Emulated | OnCard, name: str) -> None:
-    """The kernels of prompt blocks over f16 caches: a block that begins a sequence, and one far behind its window, with
-    lists that are full."""
+def kernels_of_halves(card: Emulated | OnCard, name: str) -> None:
+    """The kernels of tensor cores over f16 caches: a prompt block that begins a sequence, one far behind its window,
+    with lists that are full, and a decode step's rows, which come out as with f32 arithmetic."""
     tokens = np.resize(figures41("tiny-deepseek41-a")["ids"], 300)
     executor = Comparing(card, "f16", (IndexRows, WindowAttention))
     shapes = {(type(op), op.q.width) for op in card.program.ops if isinstance(op, IndexRows | WindowAttention)}
     assert shapes == {(WindowAttention, WIDTHS[name][0]), (IndexRows, WIDTHS[name][1])}
     executor.compare(rows_of(tokens[:BLOCK], out="none"), "block")
     functions = {launch.kernel.function for launch in executor._launches}
-    assert {f"attend_rows_{WIDTHS[name][0]}", f"score_rows_{WIDTHS[name][1]}"} <= functions
+    assert {f"attend_rows_{WIDTHS[name][0]}", f"score_cores_{WIDTHS[name][1]}"} <= functions
     for start in range(BLOCK, 180, ROWS):
         executor.step(rows_of(tokens[start : start + ROWS], start=start, out="none"))
     executor.compare(rows_of(tokens[180 : 180 + BLOCK], start=180, out="none"), "block")
+    executor.compare(rows_of(tokens[192:195], start=192, out="none"), "step")
+    assert f"window_cores_{WIDTHS[name][0]}" in {launch.kernel.function for launch in executor._launches}
     assert executor.seen[WindowAttention] > executor.seen[IndexRows] > 0
 
 
 @pytest.mark.parametrize("name", WIDTHS)
-def test_blocks_over_half_caches_on_the_emulator(name: str) -> None:
-    blocks_of_halves(Emulated(path_of(name), "f16"), name)
+def test_half_caches_on_the_emulator(name: str) -> None:
+    kernels_of_halves(Emulated(path_of(name), "f16"), name)
 
 
 def path_of(name: str) -> Path:
@@ -294,28 +299,48 @@ def test_lists_and_blocks_with_ties_on_the_emulator() -> None:
     lists_with_ties(Emulated(tiny41("a")))
 
 
-def test_rows_of_tables_are_those_of_each_rows_history() -> None:
-    """Two slots in one step: one in the middle, with its history in the state, one at its start."""
+@pytest.mark.parametrize("more", (5, 9))
+def test_rows_of_tables_are_those_of_each_rows_history(more: int) -> None:
+    """Two slots in one step: one in the middle, with its history in the state, one at its start; of a few rows and of
+    many."""
     program = program_of(tiny41("a"))
     assert program.engram is not None
     tokens = figures41("tiny-deepseek41-a")["ids"]
     feed = EngramFeed(program, 16)
-    step = joined(rows_of(tokens[20:23], start=20), rows_of(tokens[:5], slot=1))
+    step = joined(rows_of(tokens[20:23], start=20), rows_of(tokens[:more], slot=1))
     asked: list[tuple[int, range]] = []
 
     def history(state: str, slot: int, positions: range) -> NDArray[np.int32]:
         asked.append((slot, positions))
         return np.asarray(tokens[positions.start : positions.stop], np.int32)
 
-    feed.bring(step, history)
+    with feed.bringing(step, history):
+        brought = {table.weight: feed.need(table.weight) for table in engram_tables(program)}
     longest = program.engram.longest
     assert asked == [(0, range(21 - longest, 20))]
     whole = histories(tokens, longest)
-    expected = np.concatenate([whole[20:23], whole[:5]])
+    expected = np.concatenate([whole[20:23], whole[:more]])
     for table in engram_tables(program):
         ids = program.engram.row_ids(table.site, expected)
         rows = program.weights[table.weight].data.reshape(-1, table.row_bytes)[ids]
-        np.testing.assert_array_equal(feed.rows[table.weight][:8].reshape(rows.shape), rows)
+        np.testing.assert_array_equal(brought[table.weight][: 3 + more].reshape(rows.shape), rows)
+    feed.close()
+
+
+def test_rows_of_tables_that_cannot_be_read(tmp_path: Path) -> None:
+    """Whoever needs them is told, and nobody waits for ever."""
+    path = tmp_path / "model.gguf"
+    shutil.copy(tiny41("a"), path)
+    program = program_of(path)
+    feed = EngramFeed(program, 16)
+    first, *_, last = engram_tables(program)
+    os.truncate(path, program.weights[last.weight].offset)
+    with (
+        pytest.raises(TableReadError, match=rf"of table {last.weight} cannot be read: 0 of 110 bytes"),
+        feed.bringing(rows_of(list(range(12))), lambda state, slot, positions: np.empty(0, np.int32)),
+    ):
+        feed.need(first.weight)
+        feed.need(last.weight)
     feed.close()
 
 
@@ -351,9 +376,9 @@ def test_every_op_on_a_card(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", WIDTHS)
-def test_blocks_over_half_caches_on_a_card(name: str) -> None:
+def test_half_caches_on_a_card(name: str) -> None:
     with on_card(path_of(name), cache_type="f16") as executor, executor.card.current("op by op"):
-        blocks_of_halves(OnCard(executor), name)
+        kernels_of_halves(OnCard(executor), name)
 
 
 @pytest.mark.gpu

@@ -1,7 +1,6 @@
 // Attention over a window and group rows (window.cu) for rows of a prompt block, over an f16 cache on tensor cores: all heads
 // meet the same keys, which are values, too. 32 heads of a row a block, 32 keys at a time, the softmax carried along. Sums
 // are f32; queries and weights are rounded to f16. A row's result depends on its keys only.
-#include "halves.cuh"
 #include "windows.cuh"
 
 constexpr int KEYS = 32;
@@ -10,9 +9,6 @@ constexpr int THREADS = 256;
 constexpr int QUARTERS = 4;  // of the keys, eight each
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// Where eight weights of a head lie.
-DEVICE int weight_place(int head, int quarter) { return head * (KEYS * 2) + ((quarter ^ ((head >> 1) & 3)) * 16); }
-
 // Grid (head batches, rows); dynamic shared memory (HEADS + 2 KEYS) * WIDTH * 2 + HEADS * KEYS * 2 + QUARTERS * HEADS * 4.
 // For scores a warp has 16 heads and a quarter of the keys; for sums all heads and an eighth of the columns.
 template <int WIDTH>
@@ -20,35 +16,15 @@ DEVICE void attend_rows(const int* slots, const int* positions, const float* q, 
                         const Groups& groups, const float* sinks, word heads, double scale, float* out, word out_row,
                         word out_head) {
     DYNAMIC_SHARED(uint8_t, memory);
-    constexpr int ACROSS = WIDTH / 8, COLUMNS = WIDTH / 64, STAGE = KEYS * WIDTH * 2;
+    constexpr int COLUMNS = WIDTH / 64, STAGE = KEYS * WIDTH * 2;
     begin();
     uint8_t *queries = memory, *stages = queries + HEADS * WIDTH * 2, *chances = stages + 2 * STAGE;
     float* shared = reinterpret_cast<float*>(chances + HEADS * KEYS * 2);  // [quarter][head]
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, half = warp & 1, quarter = warp / 2;
-    const int row = blockIdx.y, position = positions[row], first_head = blockIdx.x * HEADS;
-    const int ring = int(window.count), start = max(0, position + 1 - int(window.span));
-    const int in_window = position + 1 - start, base = start % ring;
-    int in_groups = groups.rows ? (position + 1) / int(groups.ratio) : 0;
-    const int* chosen = groups.chosen ? groups.chosen + row * groups.chosen_row : nullptr;
-    if (groups.rows && chosen) in_groups = listed(chosen, int(groups.most));
-    const int count = in_window + in_groups, splits = (count + KEYS - 1) / KEYS;
-    const __half* of_window = static_cast<const __half*>(window.rows) + slots[row] * window.slot_stride;
-    const __half* of_groups = static_cast<const __half*>(groups.rows) + slots[row] * groups.slot_stride;
-    auto fetch = [&](int split) {
-        uint8_t* stage = stages + (split & 1) * STAGE;
-#pragma unroll
-        for (int i = 0; i < KEYS * ACROSS / THREADS; ++i) {
-            const int at = threadIdx.x + THREADS * i, key = at / ACROSS, chunk = at % ACROSS, number = split * KEYS + key;
-            const __half* source = of_window;
-            if (number < in_window) {
-                const int place = base + number;
-                source = of_window + (place < ring ? place : place - ring) * window.row_stride;
-            } else if (number < count)
-                source = of_groups + word(chosen ? chosen[number - in_window] : number - in_window) * groups.row_stride;
-            copy_async(stage + half_place<WIDTH>(key, chunk), source + 8 * chunk, number < count);
-        }
-        commit_copies();
-    };
+    const int row = blockIdx.y, first_head = blockIdx.x * HEADS;
+    const RowKeys keys = keys_of(window, groups, row, slots[row], positions[row]);
+    const int count = keys.count, splits = (count + KEYS - 1) / KEYS;
+    auto fetch = [&](int split) { fetch_keys<WIDTH, KEYS>(stages + (split & 1) * STAGE, keys, split * KEYS); };
     fetch(0);
 
     q += row * q_row;
@@ -116,7 +92,7 @@ DEVICE void attend_rows(const int* slots, const int* positions, const float* q, 
             const float greatest = half ? top[1][h] : top[0][h];
             const float x = exp2f(scores[2 * h] - greatest), y = exp2f(scores[2 * h + 1] - greatest);
             total[h] = total[h] * (half ? less[1][h] : less[0][h]) + (x + y);
-            *reinterpret_cast<uint32_t*>(chances + weight_place(16 * half + lane / 4 + 8 * h, quarter) + (lane & 3) * 4) =
+            *reinterpret_cast<uint32_t*>(chances + short_place(16 * half + lane / 4 + 8 * h, quarter) + (lane & 3) * 4) =
                 two_halves(x, y);
         }
         __syncthreads();
@@ -125,7 +101,7 @@ DEVICE void attend_rows(const int* slots, const int* positions, const float* q, 
         for (int i = 0; i < 2; ++i)
 #pragma unroll
             for (int k = 0; k < 2; ++k)
-                load_matrices<false>(a[i][k], chances + weight_place(16 * i + (lane & 15), 2 * k + (lane >> 4)));
+                load_matrices<false>(a[i][k], chances + short_place(16 * i + (lane & 15), 2 * k + (lane >> 4)));
 #pragma unroll
         for (int n = 0; n < COLUMNS; ++n) {
             uint32_t b[4];

@@ -1,5 +1,5 @@
-// Scores of the lightning indexer (indexer.cu) for rows of a prompt block, over an f16 cache on tensor cores. A query is the
-// sum of two f16 numbers, which together have as many bits as it has but two, so that lists are those of f32 arithmetic.
+// Scores of the lightning indexer (indexer.cu) over an f16 cache, on tensor cores. A query is the sum of two f16 numbers,
+// which together have as many bits as it has but two, so that lists are those of f32 arithmetic.
 #include "halves.cuh"
 
 constexpr int KEYS = 128;  // group rows of a block, sixteen a warp
@@ -8,7 +8,7 @@ constexpr int MOST_HEADS = 128;
 
 // Grid (walkers, rows); dynamic shared memory (KEYS + 2 * heads up to a multiple of 16) * WIDTH * 2.
 template <int WIDTH>
-DEVICE void score_rows(const int* slots, const int* positions, const float* q, word q_row, word q_head, const float* weights,
+DEVICE void score_cores(const int* slots, const int* positions, const float* q, word q_row, word q_head, const float* weights,
                        word weights_row, const void* keys, word slot_stride, word row_stride, word heads, word ratio,
                        double scale, float* scores, word scores_row) {
     DYNAMIC_SHARED(uint8_t, memory);
@@ -81,13 +81,13 @@ DEVICE void score_rows(const int* slots, const int* positions, const float* q, w
             }
     }
 }
-#define SCORE_ROWS(WIDTH)                                                                                                  \
+#define SCORE_CORES(WIDTH)                                                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                                  \
-        score_rows_##WIDTH(const int* slots, const int* positions, const float* q, word q_row, word q_head,                \
+        score_cores_##WIDTH(const int* slots, const int* positions, const float* q, word q_row, word q_head,                \
                            const float* weights, word weights_row, const void* keys, word slot_stride, word row_stride,    \
                            word heads, word ratio, double scale, float* scores, word scores_row) {                         \
-        score_rows<WIDTH>(slots, positions, q, q_row, q_head, weights, weights_row, keys, slot_stride, row_stride, heads,  \
+        score_cores<WIDTH>(slots, positions, q, q_row, q_head, weights, weights_row, keys, slot_stride, row_stride, heads,  \
                           ratio, scale, scores, scores_row);                                                               \
     }
-SCORE_ROWS(64)
-SCORE_ROWS(128)
+SCORE_CORES(64)
+SCORE_CORES(128)
