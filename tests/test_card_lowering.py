@@ -49,6 +49,7 @@ def parameter_words(file: str, function: str) -> int:
     name = re.sub(r"^attend_(f32|f16)(_odd)?$", "attend_##NAME", name)
     name = re.sub(r"^attend_window_.*", "attend_window_##NAME", name)
     name = re.sub(r"^attend_(cores|fresh)_\d+$", r"attend_\1_##WIDTH", name)
+    name = re.sub(r"^(window_cores|attend_rows|score_cores)_\d+$", r"\1_##WIDTH", name)
     name = re.sub(r"^flash_\d+_\d+$", "flash_##KEY##_##VALUE", name)
     found = re.search(rf'extern "C" __global__ void[^;{{]*?\b{re.escape(name)}\(([^)]*)\)', source)
     assert found, f"{file}.cu has no kernel {function}"
