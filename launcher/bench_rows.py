@@ -65,10 +65,10 @@ def run_trial(
     prompt, or the tokens that ours has generated. Smaller files (`bench_parts`) follow in the same round."""
     rounds = Rounds(variants=variants)
     prefix = source.prefix(trial.depth)
-    engine.fill(prefix)
     for peer in peers:
         peer.fill(prefix)
     for number in range(repeats + 1):
+        engine.fill(prefix)  # in every round: not all states can be taken back by as much as a trial adds
         fresh = source.fresh(trial.count if trial.kind == "pp" else 1)
         time.sleep(PAUSE_SECONDS)
         ours = engine.run(trial, prefix, fresh)

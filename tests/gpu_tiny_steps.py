@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from deepseek_data import tiny41
 from oracle_data import quantised_file
 from pool_kit import worker_environment
 from running import evaluate, rows_of
@@ -29,7 +30,7 @@ from bloomery.runtime.card_pool import CARD_WORKLOAD, CardPool
 from bloomery.runtime.expert_tiers import ExpertTiers
 from bloomery.runtime.model_file import ModelFile
 
-NAMES = ("qwen3moe-Q4_K_M", "deepseek2-v3-Q3_K_M", "llama-Q4_K_M")
+NAMES = ("qwen3moe-Q4_K_M", "deepseek2-v3-Q3_K_M", "llama-Q4_K_M", "deepseek41")
 TOKENS = list(np.random.default_rng(5).integers(1, 60, LEAST_ROWS + 7))
 
 
@@ -104,11 +105,12 @@ def main() -> int:
         workload = "emulated_driver:load"
     for name in arguments.names:
         begun = time.monotonic()
-        on_the_card(quantised_file(name))
+        path = tiny41("a") if name == "deepseek41" else quantised_file(name)
+        on_the_card(path)
         if name.startswith("llama"):
-            far(quantised_file(name))
+            far(path)
         else:
-            with_a_host(quantised_file(name), workload)
+            with_a_host(path, workload)
         print(f"{name}: {time.monotonic() - begun:.1f} s", flush=True)
     return 0
 

@@ -264,6 +264,13 @@ def test_other_outputs_have_a_line_for_every_row(
             assert sum(line.split()[: len(wanted)] == wanted for line in text.splitlines()) == 1, text
 
 
+def test_a_prefix_is_there_in_every_round() -> None:
+    """Also of a model whose states cannot be taken back by as much as a long prompt adds."""
+    result = bench("--demo", "tiny", "-p", "1500", "-n", "0", "-d", "6", "-r", "1", "-o", "json")
+    assert result.returncode == 0, result.stderr
+    assert [(row["test"], row["depth"]) for row in json.loads(result.stdout)] == [("pp1500", 6)]
+
+
 def test_the_ceiling_can_be_measured_again_and_again() -> None:
     with ReadCeiling(1) as ceiling:
         rates = [ceiling.measure(4) for _ in range(3)]
