@@ -30,6 +30,7 @@ SYS_CLOCK_GETTIME = 228
 PR_SET_TIMERSLACK = 29
 FUTEX_WAKE = 1
 CLOCK_MONOTONIC = 1
+_ARGUMENTS = ("rdi", "rsi", "rdx", "r10", "r8", "r9")  # of a system call
 
 
 def _word_intrinsic(definition: Callable[..., Any]) -> Callable[..., int]:
@@ -98,28 +99,22 @@ def ticks(typing_context: Any) -> Any:
     return types.int64(), emit
 
 
+def _emit_system_call(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    registers = "".join(f",{{{name}}}" for name in ("rax", *_ARGUMENTS)[: len(arguments)])
+    kind = ir.FunctionType(_I64, [_I64] * len(arguments))
+    return builder.asm(kind, "syscall", f"={{rax}}{registers},~{{rcx}},~{{r11}},~{{memory}}", list(arguments), True)
+
+
 @_word_intrinsic
 def system_call(typing_context: Any, number: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     """A raw system call with up to four arguments; returns the kernel's result (negative: -errno)."""
-
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(_I64, [_I64] * 5)
-        constraints = "={rax},{rax},{rdi},{rsi},{rdx},{r10},~{rcx},~{r11},~{memory}"
-        return builder.asm(kind, "syscall", constraints, list(arguments), True)
-
-    return types.int64(*[types.int64] * 5), emit
+    return types.int64(*[types.int64] * 5), _emit_system_call
 
 
 @_word_intrinsic
 def long_system_call(typing_context: Any, number: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
-    """A raw system call with six arguments; returns the kernel's result (negative: -errno)."""
-
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(_I64, [_I64] * 7)
-        constraints = "={rax},{rax},{rdi},{rsi},{rdx},{r10},{r8},{r9},~{rcx},~{r11},~{memory}"
-        return builder.asm(kind, "syscall", constraints, list(arguments), True)
-
-    return types.int64(*[types.int64] * 7), emit
+    """The same with six arguments."""
+    return types.int64(*[types.int64] * 7), _emit_system_call
 
 
 @_word_intrinsic
