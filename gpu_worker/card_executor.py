@@ -19,23 +19,23 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.gpu_worker.card_memory import CardMemory, CardStore
 from bloomery.gpu_worker.driver import Card, CardError, Graph, MappedMemory
-from bloomery.gpu_worker.engram_feed import EngramFeed
 from bloomery.gpu_worker.expert_stream import ExpertStream
 from bloomery.gpu_worker.hand_off_lowering import HostSide
 from bloomery.gpu_worker.kernel_functions import Kernels
 from bloomery.gpu_worker.launches import MAX_ROWS, RECORD_LINES, KernelName, Launch
 from bloomery.gpu_worker.lowering import lower
 from bloomery.gpu_worker.prompt_lowering import LEAST_ROWS, lower_all, lower_prompt
+from bloomery.gpu_worker.results import Results
 from bloomery.gpu_worker.step_ahead import ahead_launches
 from bloomery.runtime.arena import LEAST_SPARE
-from bloomery.runtime.errors import StepAborted, WorkerLost
+from bloomery.runtime.errors import BloomeryError, StepAborted, WorkerLost
 from bloomery.runtime.executor import MOST_AHEAD, StateSnapshot, StepResult, StepRows, check_rows
 from bloomery.runtime.expert_tiers import ExpertTiers
 from bloomery.runtime.ops_deepseek4 import TableRows
@@ -45,22 +45,14 @@ from bloomery.runtime.slot_states import SlotStates
 from bloomery.runtime.split_program import without_hand_offs
 from bloomery.runtime.step_parts import step_parts
 
+if TYPE_CHECKING:
+    from bloomery.gpu_worker.engram_feed import EngramFeed
+
 LOGITS_BYTES: Final = 64 << 20
 _BLOCKS_KEPT: Final = 16
 """Launch lists of prompt blocks that are kept, one for each number of rows."""
 _AHEAD: Final = 4
 """Groups of a step that may be under way at once: an abort takes effect after so many."""
-
-
-@dataclass(frozen=True)
-class Results:
-    """Where results go: logits (O, V), greedy tokens (O) and hidden rows (O, width) in rows that may lie apart; `areas`
-    are the (address, bytes) of what has to be registered with the driver for that."""
-
-    logits: NDArray[np.float32]
-    greedy: NDArray[np.int32]
-    hidden: NDArray[np.float32] | None
-    areas: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass
@@ -167,8 +159,11 @@ class CardExecutor:
             if blocks:
                 there = self._host.there or ((0, ExpertTiers.everything(program)),)
                 self._experts = ExpertStream(self.card, program, self.memory, self._host.tiers, there)
-        self._feed = EngramFeed(program, self._max_rows, self._pinned) if program.engram else None
-        if self._feed:
+        self._feed: EngramFeed | None = None
+        if program.engram:
+            from bloomery.gpu_worker.engram_feed import EngramFeed  # brings Numba: not for programs without tables
+
+            self._feed = EngramFeed(program, self._max_rows, self._pinned)
             self._feed.get_ready(partial(MappedMemory, self.card))
         rows = self._max_rows if blocks else 0
         of_blocks = self._experts.kind(rows).context if self._experts else self.memory
@@ -322,14 +317,16 @@ class CardExecutor:
             return 0
         return max(0, min(MOST_AHEAD, self._max_out_rows // rows - 1))
 
-    def _run_ahead(self, rows: StepRows) -> None:
+    def _run_ahead(self, rows: StepRows, begun: Any) -> None:
         """Steps on each other's greedy tokens. The record goes to the card once, and its last launch of each step moves
         it on; the copies of a step's results are on the stream before the next step writes them."""
         count, record = len(rows.tokens), self._records[0]
         _fill(record, rows.tokens, rows.slots, rows.positions, rows.out_rows, rows.ahead)
-        self.card.cuda.memcpy_htod_async(self.memory.step.tokens, record, self.card.stream)
         prepared = self._prepare(count, count, advance=True)
         with self._feed.serving(rows, self._history) if self._feed else contextlib.nullcontext():
+            if begun:
+                begun.record(self.card.stream)
+            self.card.cuda.memcpy_htod_async(self.memory.step.tokens, record, self.card.stream)
             for number in range(rows.ahead + 1):
                 self._look_up(number, "step", number)
                 self._launch(prepared)
@@ -347,7 +344,12 @@ class CardExecutor:
         """Sends rows of n-gram tables on their way to the card, once they are there."""
         for table in tables:
             assert self._feed is not None
-            self.card.cuda.memcpy_htod_async(self.memory.brought(table), self._feed.need(table)[part], self.card.stream)
+            try:
+                brought = self._feed.need(table)
+            except BloomeryError:
+                self._settle()
+                raise
+            self.card.cuda.memcpy_htod_async(self.memory.brought(table), brought[part], self.card.stream)
 
     def _look_up(self, number: int, what: str, which: int) -> None:
         """Before part `number`: waits until few are under way, and raises StepAborted if the step is to end."""
@@ -355,21 +357,23 @@ class CardExecutor:
             self._events[number % _AHEAD].synchronize()
         self._end_if_cut(f"{what} {which}")
 
+    def _settle(self) -> None:
+        """Returns with nothing under way."""
+        if self._experts:
+            self._experts.end()
+        self.card.stream.synchronize()
+
     def _end_if_cut(self, before: str) -> None:
         """StepAborted, with nothing under way, if the step is to end."""
         if self._is_cut() or self._aborted:
-            if self._experts:
-                self._experts.end()
-            self.card.stream.synchronize()
+            self._settle()
             self._counts["aborted"] += 1
             raise StepAborted(f"aborted before {before}")
 
     def _run(self, rows: StepRows, begun: Any = None) -> None:
         """`begun` is recorded before the first copy or launch: what the host does before it is not the card's time."""
         if rows.ahead:
-            if begun:
-                begun.record(self.card.stream)
-            self._run_ahead(rows)
+            self._run_ahead(rows, begun)
             return
         if self._experts:
             self._experts.nbytes = self._experts.ns = 0

@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager, contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-from bloomery.gpu_worker.launches import MAX_ROWS
-from bloomery.gpu_worker.rows_ahead import AheadAddresses, Mapped, RowsAhead
+from bloomery.gpu_worker.launches import MAX_ROWS, AheadAddresses
+from bloomery.gpu_worker.rows_ahead import Mapped, RowsAhead
 from bloomery.runtime.engram_hash import NO_TOKEN
 from bloomery.runtime.engram_record import engram_tables
 from bloomery.runtime.executor import StepRows

@@ -101,6 +101,18 @@ class HandOffAddresses:
     times: int = 0
 
 
+@dataclass(frozen=True)
+class AheadAddresses:
+    """Where steps ahead tell their tokens and find the rows of n-gram tables (`rows_ahead`), as the card sees it: two
+    words, the tokens (int32[MAX_ROWS]), the rows of each table and their bytes a token."""
+
+    told: int
+    flag: int
+    tokens: int
+    rows: dict[str, int]
+    token_bytes: int
+
+
 class CardContext(Protocol):
     """The card's memory as lowering sees it. Buffers have room for MAX_ROWS rows and for those of a prompt block."""
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from bloomery.gpu_worker.card_executor import CardExecutor, Results
+from bloomery.gpu_worker.card_executor import CardExecutor
 from bloomery.gpu_worker.compile_cache import find_compiler
 from bloomery.gpu_worker.driver import load_pycuda
 from bloomery.gpu_worker.hand_off_lowering import HostSide
 from bloomery.gpu_worker.launches import MAX_ROWS
 from bloomery.gpu_worker.lowering import lower
+from bloomery.gpu_worker.results import Results
 from bloomery.gpu_worker.sizing import SizingContext
 from bloomery.gpu_worker.workload import HandOffLate
 from bloomery.runtime.architectures import build_program

@@ -17,11 +17,10 @@ from bloomery.gpu_worker.attention_lowering import attend
 from bloomery.gpu_worker.chain_lowering import NO_RESIDUAL
 from bloomery.gpu_worker.chains import Chained
 from bloomery.gpu_worker.fusions import AddNorm, Attended, fused
-from bloomery.gpu_worker.launches import MAX_ROWS, CardContext, Launch, float_word
+from bloomery.gpu_worker.launches import MAX_ROWS, AheadAddresses, CardContext, Launch, float_word
 from bloomery.gpu_worker.lowering import Lowering, lower
 from bloomery.gpu_worker.products import Job as WeightJob
 from bloomery.gpu_worker.products import activation_form, check_types, job_words
-from bloomery.gpu_worker.rows_ahead import AheadAddresses
 from bloomery.gpu_worker.step_ahead import ahead_launches
 from bloomery.runtime.program import Attention, HeadMatMul, MatMul, Program, RoutedExperts, View
 from bloomery.runtime.split_program import without_hand_offs

@@ -14,13 +14,12 @@ import contextlib
 import mmap
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bloomery.gpu_worker.launches import MAX_ROWS
+from bloomery.gpu_worker.launches import MAX_ROWS, AheadAddresses
 from bloomery.runtime.quick_rows import FLAG, LINE, RELEASED, STOP, TOLD, QuickRows
 
 _TOKENS: Final = 3 * LINE
@@ -31,17 +30,6 @@ class Mapped(Protocol):
     def address_of(self, address: int) -> int: ...
 
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class AheadAddresses:
-    """What kernels see: the words, the tokens (int32[MAX_ROWS]), the rows of each table and their bytes a token."""
-
-    told: int
-    flag: int
-    tokens: int
-    rows: dict[str, int]
-    token_bytes: int
 
 
 class RowsAhead:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from bloomery.gpu_worker.launches import CardContext, KernelName, Launch
+from bloomery.gpu_worker.launches import AheadAddresses, CardContext, KernelName, Launch
 from bloomery.gpu_worker.lowering import lower
-from bloomery.gpu_worker.rows_ahead import AheadAddresses
 from bloomery.runtime.ops_deepseek4 import TableRows
 from bloomery.runtime.program import Program, View
 

@@ -2,17 +2,18 @@
 
 Owns the compiled form of what `engram_hash`, `row_cache` and `row_reader` do for many rows, over the same cache and
 the same open files, so that both may be used by turns. It is for steps of a few rows, for which Python is slower than
-memory. Whoever imports this compiles (once; kept by Numba's cache).
+memory. Compiled at the first call, and kept on disk (`compiled`).
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from bloomery.runtime.compiled import compiled
 from bloomery.runtime.engram_hash import EngramHash
 from bloomery.runtime.row_cache import SPREAD, TABLE_SHIFT, WAYS
 from bloomery.runtime.row_reader import RowReader
@@ -31,14 +32,14 @@ RELEASED: Final = 1 << 40
 """The flag's value that lets everybody go on: greater than the number of any lap."""
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _place(key: Any, keys: NDArray[np.int64]) -> Any:
     """The set of the cache that a key belongs to, as RowCache has it."""
     upper = (np.uint64(key) * SPREAD) >> np.uint64(32)
     return np.int64((upper * np.uint64(keys.shape[0])) >> np.uint64(32))
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _take(key: Any, to: Any, keys: Any, used: Any, kept: int, row_bytes: int, state: Any) -> bool:
     if keys.shape[0] == 0:
         return False
@@ -52,7 +53,7 @@ def _take(key: Any, to: Any, keys: Any, used: Any, kept: int, row_bytes: int, st
     return False
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _keep(key: int, row: int, keys: Any, used: Any, kept: int, row_bytes: int, state: Any) -> None:
     if keys.shape[0] == 0:
         return
@@ -69,8 +70,8 @@ def _keep(key: int, row: int, keys: Any, used: Any, kept: int, row_bytes: int, s
     copy_bytes(kept + (place * WAYS + oldest) * row_bytes, row, row_bytes)
 
 
-@njit(nogil=True, cache=True)
-def bring(history: Any, outs: Any, hashing: Any, cache: Any, files: Any, marks: Any) -> bool:
+@compiled
+def bring(history: Any, outs: Any, hashing: Any, cache: Any, files: Any, marks: Any) -> Any:
     """Rows of all sites for histories (R, longest), newest first, to outs[site] + (row * buckets + bucket) * row_bytes;
     whether all could be read. A history's token is -1 where nothing is: from there on every place is
     `pad`."""
@@ -101,7 +102,7 @@ def bring(history: Any, outs: Any, hashing: Any, cache: Any, files: Any, marks: 
     return _read(absent, cache, files, marks)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _read(absent: int, cache: Any, files: Any, marks: Any) -> bool:
     keys, used, kept = cache
     row_bytes = files[2]
@@ -125,7 +126,7 @@ def _read(absent: int, cache: Any, files: Any, marks: Any) -> bool:
     return True
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def serve(
     words: int, tokens: Any, laps: int, history: Any, outs: Any, hashing: Any, cache: Any, files: Any,
     marks: Any,
@@ -177,9 +178,13 @@ class QuickRows:
     def bring(self, history: NDArray[np.int64], outs: NDArray[np.int64]) -> None:
         """Rows for histories (R, longest): for each site the address of room for R * buckets rows, one token's behind
         the other's. Raises TableReadError."""
+        begun = time.perf_counter()
         self._begin()
         bring(history, outs, self._hashing, self._cache, self._files, self._marks)
         self._end(1)
+        counters = self._reader.counters
+        counters.seconds_last = time.perf_counter() - begun
+        counters.seconds += counters.seconds_last
 
     def serve(
         self, words: int, tokens: NDArray[np.int32], laps: int, history: NDArray[np.int64], outs: NDArray[np.int64]

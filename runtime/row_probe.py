@@ -158,6 +158,7 @@ def evict(file: int) -> None:
 def _ways(table: RowTable) -> Iterator[tuple[int, dict[str, Callable[[NDArray[np.int64], Rows], None]], RowReader]]:
     """The file, the ways of reading rows into an array, and the reader, which has no cache of its own here."""
     reader = RowReader([table], cache_bytes=0, keep_pages=True)
+    reader.get_ready()
     file = os.open(table.path, os.O_RDONLY | os.O_CLOEXEC)
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
     size = table.row_bytes

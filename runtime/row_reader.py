@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +116,14 @@ class RowReader:
         except BaseException:
             self.close()
             raise
+
+    def get_ready(self) -> None:
+        """Compiles what fetches take: for who measures the first of them."""
+        from bloomery.runtime import row_reads
+
+        nothing, files = np.zeros((0, 4), np.int64), self.places()
+        row_reads.ask(nothing, files, np.empty(2, np.int64))
+        row_reads.wait(nothing, files)
 
     def fetch(
         self,
@@ -215,15 +223,14 @@ class RowReader:
             pairs = list(zip(((lines[:, 2] - start) // self.row_bytes).tolist(), offsets, strict=True))
             shares = [pairs[share::DIRECT_THREADS] for share in range(min(DIRECT_THREADS, len(pairs)))]
             assert self._threads is not None
-            for ended in [self._threads.submit(self._read_direct, index, share, bytes_of) for share in shares]:
-                ended.result()
+            _all_ended([self._threads.submit(self._read_direct, index, share, bytes_of) for share in shares])
             return
-        from bloomery.runtime.row_reads import wait
+        from bloomery.runtime import row_reads
 
         files = self.places()
 
         def complete(part: _Lines) -> None:
-            if (failed := wait(part, files)) >= 0:
+            if (failed := row_reads.wait(part, files)) >= 0:
                 raise self.failure(index, int(part[failed, 1]), int(part[failed, 3]))
 
         self._shared(lines, complete)
@@ -236,8 +243,7 @@ class RowReader:
             return
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_MOST_THREADS, "table reads")
-        for ended in [self._threads.submit(work, part) for part in np.array_split(lines, threads)]:
-            ended.result()
+        _all_ended([self._threads.submit(work, part) for part in np.array_split(lines, threads)])
 
     def _read_direct(self, index: int, pairs: list[tuple[int, int]], bytes_of: memoryview) -> None:
         """Whole pages into a page-aligned buffer, the row copied out of them."""
@@ -260,6 +266,13 @@ class RowReader:
     def _failed(self, index: int, offset: int, why: OSError | int) -> TableReadError:
         row = (offset - self.tables[index].offset) // self.row_bytes
         return self.failure(index, row, -(why.errno or errno.EIO) if isinstance(why, OSError) else why)
+
+
+def _all_ended(tasks: list[Future[Any]]) -> None:
+    """Raises what one of them has raised once none of them runs, since they write where others will."""
+    wait(tasks)
+    for task in tasks:
+        task.result()
 
 
 def _open(table: RowTable, direct: bool) -> int:

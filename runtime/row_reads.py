@@ -1,6 +1,6 @@
 """The two passes in which rows of tables are read from their files, compiled: without the GIL, so threads share them.
 
-Whoever imports this compiles (once; kept by Numba's cache). Rows are given as lines (site, row, address, status) of
+Compiled at the first call, and kept on disk (`compiled`). Rows are given as lines (site, row, address, status) of
 int64: which file, which row of its table, where it goes; the status is for what comes of it.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
 
+from bloomery.runtime.compiled import compiled
 from bloomery.runtime.sync import long_system_call, system_call
 
 SITE, ROW, TO, STATUS = range(4)
@@ -22,7 +22,7 @@ _NOWAIT: Final = 8
 _INTERRUPTED: Final = -4
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def ask(lines: Any, files: Any, piece: Any) -> Any:
     """Copies what the page cache holds and asks the disk for the rest, of which STATUS becomes 1, of all others 0;
     returns how many those are. `files`: handles and first bytes of the tables by site, bytes of a row. `piece` (2) is
@@ -41,7 +41,7 @@ def ask(lines: Any, files: Any, piece: Any) -> Any:
     return waiting
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def wait(lines: Any, files: Any) -> Any:
     """Waits for the rows whose STATUS is 1. The index of one that could not be read, whose STATUS becomes what the
     system said (-errno, or how many bytes were there); -1 if all could."""

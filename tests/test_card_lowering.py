@@ -17,11 +17,10 @@ from emulated_card import source_of
 from oracle_data import QUANTISED, TINY, f32_file, quantised_file
 
 from bloomery.gpu_worker import compile_cache
-from bloomery.gpu_worker.launches import MAX_ROWS, Launch
+from bloomery.gpu_worker.launches import MAX_ROWS, AheadAddresses, Launch
 from bloomery.gpu_worker.lowering import lower
 from bloomery.gpu_worker.products import WEIGHT_TYPES
 from bloomery.gpu_worker.prompt_lowering import lower_all, lower_prompt
-from bloomery.gpu_worker.rows_ahead import AheadAddresses
 from bloomery.gpu_worker.step_ahead import ahead_launches
 from bloomery.runtime.architectures import build_program
 from bloomery.runtime.errors import PlanError

@@ -8,13 +8,16 @@ there; pages kept in spite of `keep_pages`.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from bloomery.runtime import row_reader
 from bloomery.runtime.disk_probe import cached_share
 from bloomery.runtime.row_cache import RowCache
 from bloomery.runtime.row_reader import RowReader, RowTable, TableReadError
@@ -171,6 +174,35 @@ def test_files_that_fail(tmp_path: Path, opened: Opener) -> None:
         fetch(reader, [np.array([7], np.int32)])
     os.close(unreadable)
     reader.close()
+
+
+def test_threads_share_many_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with many cores. A fetch that fails has ended when it says so."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setattr(row_reader, "_ROWS_A_THREAD", 8)
+    contents = np.random.default_rng(6).integers(0, 256, (5000, ROW), dtype=np.uint8)
+    path = tmp_path / "table"
+    path.write_bytes(contents.tobytes())
+    reader = RowReader([RowTable(str(path), 0, 5000, ROW)], cache_bytes=0, keep_pages=True)
+    ids = np.random.default_rng(7).permutation(5000)[:900].astype(np.int32)
+    np.testing.assert_array_equal(fetch(reader, [ids])[0], contents[ids])
+    assert reader._threads is not None, "it was one thread's"
+    os.truncate(path, 0)
+    with pytest.raises(TableReadError, match="0 of 110 bytes are there"):
+        fetch(reader, [ids])
+    reader.close()
+    written = []
+
+    def late() -> None:
+        time.sleep(0.2)
+        written.append(1)
+
+    with ThreadPoolExecutor(2) as threads, pytest.raises(ZeroDivisionError):
+        tasks = [threads.submit(lambda: 1 / 0), threads.submit(late)]
+        try:
+            row_reader._all_ended(tasks)
+        finally:
+            assert written
 
 
 def test_the_cache_against_a_dictionary() -> None:

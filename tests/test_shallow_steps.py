@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -32,6 +34,7 @@ from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.program import RoutedExperts
 from bloomery.runtime.reference import ReferenceExecutor
 from bloomery.runtime.requests import Chunk, GenerationRequest, SamplingParameters
+from bloomery.runtime.row_reader import TableReadError
 from bloomery.runtime.shallow_steps import BACK, shallow_part, shallow_program, written_states
 from bloomery.runtime.slot_errands import Save
 from bloomery.runtime.slots import Slot
@@ -151,6 +154,28 @@ def test_a_worker_on_a_card(share: float) -> None:
         sizes |= {"tiers": tiers_of(program, share), "stream_rows": BLOCK}
     with closing(CardPool.start(str(path), program, **sizes)) as pool:
         check(pool, 21)
+
+
+def test_a_block_whose_rows_do_not_come_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table that cannot be read ends a block between its layers; the next step is right."""
+    emulated_driver.stand_in(monkeypatch.setattr)
+    path = tmp_path / "model.gguf"
+    shutil.copy(tiny41("a"), path)
+    executor = CardExecutor(program_of(path), context=64, slots=1, prompt_block=BLOCK, cache_type="f16")
+    block = rows_of(TOKENS[:BLOCK], out="last")
+    wanted = executor.step(block).logits.copy()
+    assert executor._feed is not None
+    reader = executor._feed._reader
+    reader.cache.keys[:] = -1
+    whole, end = path.read_bytes(), max(table.offset for table in reader.tables)
+    os.truncate(path, end)
+    with pytest.raises(TableReadError, match="cannot be read: 0 of 110 bytes"):
+        executor.step(block)
+    assert not executor.card.stream.work  # type: ignore[attr-defined]
+    with path.open("ab") as file:
+        file.write(whole[end:])
+    assert (executor.step(block).logits == wanted).all()
+    executor.close()
 
 
 def test_a_shallow_step_that_was_cut_is_taken_back() -> None:
