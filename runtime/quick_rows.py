@@ -40,33 +40,32 @@ def _place(key: Any, keys: NDArray[np.int64]) -> Any:
 
 
 @compiled
-def _take(key: Any, to: Any, keys: Any, used: Any, kept: int, row_bytes: int, state: Any) -> bool:
+def _take(key: Any, to: Any, keys: Any, used: Any, kept: int, row_bytes: int, now: int) -> bool:
     if keys.shape[0] == 0:
         return False
     place = _place(key, keys)
     for way in range(WAYS):
         if keys[place, way] == key:
-            state[CLOCK] += 1
-            used[place, way] = state[CLOCK]
+            used[place, way] = now
             copy_bytes(to, kept + (place * WAYS + way) * row_bytes, row_bytes)
             return True
     return False
 
 
 @compiled
-def _keep(key: int, row: int, keys: Any, used: Any, kept: int, row_bytes: int, state: Any) -> None:
+def _keep(key: int, row: int, keys: Any, used: Any, kept: int, row_bytes: int, now: int) -> None:
+    """As RowCache does: of rows that are put together, at time `now`, a set keeps one."""
     if keys.shape[0] == 0:
         return
     place = _place(key, keys)
     oldest = 0
     for way in range(WAYS):
-        if keys[place, way] == key:
+        if keys[place, way] == key or used[place, way] == now:
             return
         if used[place, way] < used[place, oldest]:
             oldest = way
-    state[CLOCK] += 1
     keys[place, oldest] = key
-    used[place, oldest] = state[CLOCK]
+    used[place, oldest] = now
     copy_bytes(kept + (place * WAYS + oldest) * row_bytes, row, row_bytes)
 
 
@@ -85,6 +84,7 @@ def bring(history: Any, outs: Any, hashing: Any, cache: Any, files: Any, marks: 
             blocked = history[r, 0] < 0
             first = pad if blocked else np.uint64(token_map[history[r, 0]])
             mixed = first * multipliers[site, 0]
+            now, before = state[CLOCK] + 1, absent
             for order in range(1, history.shape[1]):
                 blocked = blocked or history[r, order] < 0
                 compressed = pad if blocked else np.uint64(token_map[history[r, order]])
@@ -93,9 +93,11 @@ def bring(history: Any, outs: Any, hashing: Any, cache: Any, files: Any, marks: 
                     bucket = (order - 1) * heads + head
                     number = np.int64(mixed % primes[site, bucket] + offsets[site, bucket])
                     to = outs[site] + (r * primes.shape[1] + bucket) * row_bytes
-                    if not _take(number + (site << TABLE_SHIFT), to, keys, used, kept, row_bytes, state):
+                    if not _take(number + (site << TABLE_SHIFT), to, keys, used, kept, row_bytes, now):
                         missing[absent, SITE], missing[absent, ROW], missing[absent, TO] = site, number, to
                         absent += 1
+            if absent - before < primes.shape[1]:
+                state[CLOCK] = now  # some were there
     total = history.shape[0] * primes.size
     state[ROWS] += total
     state[CACHED] += total - absent
@@ -121,8 +123,11 @@ def _read(absent: int, cache: Any, files: Any, marks: Any) -> bool:
         state[FAILED_STATUS] = missing[failed, STATUS]
         return False
     for index in range(absent):
-        key = missing[index, ROW] + (missing[index, SITE] << TABLE_SHIFT)
-        _keep(key, missing[index, TO], keys, used, kept, row_bytes, state)
+        site = missing[index, SITE]
+        if index == 0 or site != missing[index - 1, SITE]:
+            state[CLOCK] += 1
+        key = missing[index, ROW] + (site << TABLE_SHIFT)
+        _keep(key, missing[index, TO], keys, used, kept, row_bytes, state[CLOCK])
     return True
 
 

@@ -85,7 +85,7 @@ def parts(out: Path, peer: Path | None, file: Path | None) -> list[Part]:
         Part("stress", 150, [*tests, "-s", f"--junitxml={out / 'stress.xml'}", stress], tested("stress"),
              {**shared, "BLOOMERY_STRESS_STEPS": "100000"}),
         sanitizer_part("memcheck", 200, tiny, shared),
-        sanitizer_part("racecheck", 480, tiny, shared),
+        sanitizer_part("racecheck", 300, tiny, shared),
         Part("hand-off", 150, [PYTHON, str(HERE / "gpu_hand_off.py"), "--layers", "8"], environment=shared),
         Part("speeds", 240, [PYTHON, str(HERE / "gpu_speeds.py"), "--json", str(out / "speeds.json")],
              lambda log, status: json.loads((out / "speeds.json").read_text()) if status == 0 else {}, shared),

@@ -120,7 +120,9 @@ def test_a_megabyte_of_one_character(name: str, character: str) -> None:
     ours = tokenizer(name)
     started = time.process_time()
     ids = ours.encode(text, add_special=False)
-    assert time.process_time() - started < 2.0  # 0.1 to 0.9 s here
+    assert (
+        time.process_time() - started < 6.0
+    )  # 0.1 to 0.9 s, 2.3 on a busy core of 2017; minutes if it grew by squares
     assert ours.decode(ids) == text
 
 
