@@ -78,7 +78,7 @@ def test_a_client_that_leaves_frees_its_slot() -> None:
             with socket.create_connection(("127.0.0.1", server.port)) as sock:
                 head = f"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
                 sock.sendall(head.encode() + body)
-                wait_for(lambda: busy(server)[0])
+                wait_for(lambda: busy(server)[0] and "n_prompt_tokens" in server.get("/slots").json[0])
             wait_for(lambda: not busy(server)[0], seconds=2)
             assert numbers(server)['bloomery_requests_total{outcome="aborted"}'] == count
             slot = server.get("/slots").json[0]
