@@ -37,6 +37,7 @@ from numba.core.runtime.nrt import rtsys
 from bloomery.cpu_experts.isa import active_isa, host_features, refusal
 from bloomery.cpu_experts.kernel_sources import source_digest
 from bloomery.cpu_experts.kernels import kernel_factory, kernel_function
+from bloomery.runtime.cache_base import cache_base
 from bloomery.runtime.errors import PlanError
 
 numba_config: Any = _config
@@ -71,9 +72,7 @@ def kernel_path(name: str) -> Path:
 @functools.cache
 def cache_folder() -> Path:
     """The folder of this key, created. Where it cannot be written, a private temporary one, which is said once."""
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    base = os.environ.get("BLOOMERY_CACHE") or os.path.join(caches, "bloomery")
-    folder = Path(base) / "numba" / cache_key()
+    folder = cache_base() / "numba" / cache_key()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

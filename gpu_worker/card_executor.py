@@ -333,8 +333,6 @@ class CardExecutor:
                 self._fetch(number * count, count)
                 self._events[number % _AHEAD].record(self.card.stream)
             self.card.stream.synchronize()
-        if self._feed:
-            self._feed.tidy()
 
     def _history(self, state: str, slot: int, before: range) -> NDArray[np.int32]:
         """The tokens at these positions."""

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Final
 
 from bloomery.gpu_worker.products import WEIGHT_TYPES
+from bloomery.runtime.cache_base import cache_base
 from bloomery.runtime.errors import PlanError
 
 KERNELS: Final = Path(__file__).parent / "kernels"
@@ -83,8 +84,7 @@ def cubin(file: str, kind: str, architecture: str) -> Path:
 
 def cache_folder() -> Path:
     """Where binaries are kept; made if need be."""
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    folder = Path(os.environ.get("BLOOMERY_CACHE") or os.path.join(caches, "bloomery")) / "cuda"
+    folder = cache_base() / "cuda"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

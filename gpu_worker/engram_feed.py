@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,10 +63,13 @@ class EngramFeed:
         """Where steps ahead find their rows."""
         return self._ahead.addresses if self._ahead else None
 
-    def serving(self, step: StepRows, history: History) -> AbstractContextManager[None]:
+    @contextmanager
+    def serving(self, step: StepRows, history: History) -> Iterator[None]:
         """Brings the rows of this step and of those ahead of it; see RowsAhead."""
         assert self._ahead is not None
-        return self._ahead.serving(self._histories(step, history), step.ahead)
+        with self._ahead.serving(self._histories(step, history), step.ahead):
+            yield
+        self._reader.tidy()
 
     @contextmanager
     def bringing(self, step: StepRows, history: History) -> Iterator[None]:
@@ -119,10 +122,6 @@ class EngramFeed:
             for each in arrived:
                 if not each.done():
                     each.set_exception(error)
-
-    def tidy(self) -> None:
-        """For the quiet moment after a step."""
-        self._reader.tidy()
 
     def close(self) -> None:
         if self._ahead:

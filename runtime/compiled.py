@@ -1,15 +1,14 @@
 """`compiled`: Numba functions outside the host kernels, without the GIL, kept on disk by all sources they are made of.
 
-Owns where their machine code is kept: `$BLOOMERY_CACHE/numba-rows/<key>`, else `bloomery/numba-rows/<key>` in
-`$XDG_CACHE_HOME` or `~/.cache`; Numba alone would look at the file of each function only, and take old code when a
-module that it inlines has changed. Where nothing can be written they are compiled at every start.
+Owns where their machine code is kept, `numba-rows/<key>` in the cache's folder: Numba alone would look at the file of
+each function only, and take old code when a module that it inlines has changed. Where nothing can be written they are
+compiled at every start.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,8 @@ from typing import Any, Final
 
 from numba import njit
 from numba.core import config as _config
+
+from bloomery.runtime.cache_base import cache_base
 
 _numba: Any = _config
 SOURCES: Final = ("compiled", "engram_hash", "quick_rows", "row_cache", "row_reads", "sync")
@@ -40,9 +41,7 @@ def cache_folder() -> str | None:
     """None where it cannot be written."""
     sources = [(Path(__file__).parent / f"{name}.py").read_bytes() for name in SOURCES]
     key = hashlib.sha256(b"\0".join(sources)).hexdigest()[:16]
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    base = os.environ.get("BLOOMERY_CACHE") or os.path.join(caches, "bloomery")
-    folder = Path(base) / "numba-rows" / key
+    folder = cache_base() / "numba-rows" / key
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -7,11 +7,12 @@ how many stay there. A daemon that writes nothing leaves no file.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections import deque
 from pathlib import Path
 from typing import IO
+
+from bloomery.runtime.cache_base import cache_base
 
 LAST_LINES = 20
 FILES_KEPT = 20
@@ -19,8 +20,7 @@ FILES_KEPT = 20
 
 def log_folder() -> Path:
     """Where the files lie."""
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(os.environ.get("BLOOMERY_CACHE") or os.path.join(caches, "bloomery"), "logs")
+    return cache_base() / "logs"
 
 
 class DaemonLog:

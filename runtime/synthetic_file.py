@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 
+from bloomery.runtime.cache_base import cache_base
 from bloomery.runtime.errors import BloomeryError
 from bloomery.runtime.quant_types import Bytes
 from bloomery.runtime.synthetic_blocks import random_blocks, random_values
@@ -32,9 +33,7 @@ Progress = Callable[[str, int, int], None]
 
 def bench_folder() -> Path:
     """`$BLOOMERY_CACHE/bench`, else `bloomery/bench` in `$XDG_CACHE_HOME` or `~/.cache`."""
-    if named := os.environ.get("BLOOMERY_CACHE"):
-        return Path(named) / "bench"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bloomery" / "bench"
+    return cache_base() / "bench"
 
 
 def synthetic_file(
