@@ -182,24 +182,42 @@ def joined_experts(lowering: Lowering, op: RoutedExperts) -> bool:
     return kinds[0] == kinds[1] not in FLOAT_TYPES and kinds[2] in SUPER_TYPES and op.ids.elements <= _MOST_USED
 
 
+def joined_always(lowering: Lowering, shared: Shared) -> bool:
+    """Whether `open_and_close` takes an expert that every row takes with these: one row (blocks share no weights), the
+    same types and widths, and nobody reads what lies between its products."""
+    op, always = shared.experts, shared.always
+    if always is None or lowering._count(op.x) != 1 or op.ids.elements >= _MOST_USED or not joined_experts(lowering, op):
+        return False
+    weights = lowering.program.weights
+    routed = [weights[name] for name in (op.gate, op.up, op.down)]
+    own = [weights[name] for name in (*always.opened.weights, *always.closed.weights)]
+    alike = all(
+        one.quant_type == other.quant_type and one.shape[:2] == other.shape[:2]
+        for one, other in zip(routed, own, strict=True)
+    )
+    between = {view.buffer for view in (*always.opened.outs, always.hidden.out, *always.closed.outs)}
+    return alike and lowering.unread(between, always.add)
+
+
 def open_and_close(lowering: Lowering, shared: Shared, scored: tuple[int, ...], add: Add | None) -> None:
     """silu(gate) * up of every item; then down's products, their inputs rounded and their sums formed meanwhile. Each
     has a block more for the hand-off's half that it takes in, but no more than the card holds at a time: one too many
     begins when the others are done."""
-    op = shared.experts
+    op, always = shared.experts, shared.always
+    items = op.ids.elements + int(always is not None)
     rows, used, inputs, outputs = lowering._count(op.x), op.ids.elements, op.x.elements, op.out.elements
     hidden, experts = lowering.program.weights[op.gate].shape[1:]
     ids, mix, slots = lowering._row(op.ids), lowering._row(op.mix), lowering.context.slot_map(op.gate)
     gate, kind, row_bytes = lowering._weight(op.gate, inputs, hidden, experts)
     up = lowering._weight(op.up, inputs, hidden, experts)[0]
     x = lowering.form_of(kind, op.x)
-    opened = lowering.context.scratch("gate", lowering._room(op.x) * used * hidden * 4)
+    opened = lowering.context.scratch("gate", lowering._room(op.x) * items * hidden * 4)
     sends, lands = int(shared.send is not None), int(shared.receive is not None)
-    most = max(1, _OPENERS_EACH * lowering.context.multiprocessors // max(1, rows * used) - sends)
+    most = max(1, _OPENERS_EACH * lowering.context.multiprocessors // max(1, rows * items) - sends)
     sets = blocks(2 * hidden, max(2, rows_of_warp(kind, inputs)))
-    grid = (min(blocks(sets, _OPENERS), most) + sends, used, rows)
+    grid = (min(blocks(sets, _OPENERS), most) + sends, items, rows)
     places = (gate, up, opened, hidden, hidden, x.values, x.scales, x.stride)
-    words = (*places, *ids, *mix, used, slots, inputs, row_bytes, float_word(op.limit), *scored)
+    words = (*places, *ids, *mix, used, slots, inputs, row_bytes, float_word(op.limit), *_opened(lowering, shared), *scored)
     words = (*words, *sending(lowering, shared.send))
     memory = _OPENERS * ring_bytes(lowering.program.weights[op.gate].quant_type) + inputs // 4 * 5
     lowering.emit("matmul", "open_experts", grid, 32 * _OPENERS, *words, kind=kind, shared=memory)
@@ -210,10 +228,21 @@ def open_and_close(lowering: Lowering, shared: Shared, scored: tuple[int, ...], 
     words = (down, *lowering._row(op.out), outputs, opened, hidden, *ids, *mix, used, slots, hidden, row_bytes)
     ring = ring_bytes(lowering.program.weights[op.down].quant_type)
     each = together * blocks(sets, closers)
-    memory = used * (ring + hidden // 4 * 5 + 4 * each)
+    memory = items * (ring + hidden // 4 * 5 + 4 * each)
     lowering.label = f"{op.name} & {add.name}" if add else op.name
-    words = (*words, each, *residual(lowering, add), *landing(lowering, shared.receive))
-    lowering.emit("matmul", "close_experts", (closers + lands, rows), 32 * used, *words, kind=kind, shared=memory)
+    own = lowering._weight(always.closed.weights[0], hidden, outputs)[0] if always else 0
+    words = (*words, each, own, *residual(lowering, add), *landing(lowering, shared.receive))
+    lowering.emit("matmul", "close_experts", (closers + lands, rows), 32 * items, *words, kind=kind, shared=memory)
+
+
+def _opened(lowering: Lowering, shared: Shared) -> tuple[int, ...]:
+    """The Opened of experts.cuh; of none: zeros."""
+    always = shared.always
+    if always is None:
+        return (0,) * 3
+    inputs, hidden = always.opened.x.elements, always.hidden.out.elements
+    gate, up = (lowering._weight(name, inputs, hidden)[0] for name in always.opened.weights)
+    return gate, up, float_word(always.hidden.limit)
 
 
 def separate_experts(lowering: Lowering, op: RoutedExperts) -> None:

@@ -1,31 +1,47 @@
 """Chains: what a decode step's launches take over from their neighbours, so that fewer of them wait for one another.
 
 Owns the patterns beyond those of `fusions`: a residual sum formed by the product before it; a norm made by every block
-of the product after it; a choice of experts made by those that use it; hand-offs taken in by the experts beside them.
-It knows no kernel and no memory.
+of the product after it; a choice of experts made by those that use it; hand-offs, and an expert that every row takes,
+taken in by the experts beside them. It knows no kernel and no memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from bloomery.gpu_worker.fusions import AddNorm, Attended, HeadJob, HeadRun, Routed
 from bloomery.runtime.ops_hand_off import HandOffReceive, HandOffSend
-from bloomery.runtime.program import Add, MatMul, Op, RmsNorm, RoutedExperts
+from bloomery.runtime.program import Add, MatMul, Op, RmsNorm, RoutedExperts, SwiGlu
+
+
+@dataclass(frozen=True)
+class Always:
+    """An expert that every row takes besides the chosen ones: its products, and the sum of its result and theirs."""
+
+    opened: MatMul
+    hidden: SwiGlu
+    closed: MatMul
+    add: Add
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Routed experts, what goes out to the host of their work, and what comes back if nothing happens meanwhile."""
+    """Routed experts, what goes out to the host of their work, what comes back if nothing else happens meanwhile, and
+    an expert that every row takes."""
 
     experts: RoutedExperts
     send: HandOffSend | None = None
     receive: HandOffReceive | None = None
+    always: Always | None = None
 
     @property
     def parts(self) -> tuple[Op, ...]:
-        return tuple(op for op in (self.send, self.experts, self.receive) if op is not None)
+        always = self.always
+        also = (always.opened, always.hidden, always.closed) if always else ()
+        return tuple(
+            op for op in (self.send, self.experts, *also, self.receive, always and always.add) if op is not None
+        )
 
     @property
     def name(self) -> str:
@@ -92,9 +108,10 @@ Fused = Op | AddNorm | HeadRun | Attended | Routed
 Chained = Fused | Shared | Summed | NormedProduct | NormedExperts | FreshAttention
 
 
-def chained(ops: Iterable[Fused]) -> Iterator[Chained]:
-    """The same ops in the same order, in chains as far as they go."""
-    parts = list(_summed(_shared(list(ops))))
+def chained(ops: Iterable[Fused], joins: Callable[[Shared], bool] = lambda shared: False) -> Iterator[Chained]:
+    """The same ops in the same order, in chains as far as they go. `joins` says of routed experts with one that every
+    row takes whether they can be one."""
+    parts = list(_summed(_shared(list(ops), joins)))
     at = 0
     while at < len(parts):
         taken = _experts(parts[at : at + 3]) or _product(parts[at : at + 2]) or _fresh(parts[at : at + 2])
@@ -106,10 +123,15 @@ def chained(ops: Iterable[Fused]) -> Iterator[Chained]:
         at += 1
 
 
-def _shared(ops: list[Fused]) -> Iterator[Fused | Shared]:
-    """Experts take the hand-offs beside them."""
+def _shared(ops: list[Fused], joins: Callable[[Shared], bool]) -> Iterator[Fused | Shared]:
+    """Experts take the hand-offs beside them, and the expert behind them that every row takes."""
     at = 0
     while at < len(ops):
+        joined = _with_always(ops[at : at + 7])
+        if joined is not None and joins(joined):
+            yield joined
+            at += len(joined.parts)
+            continue
         match ops[at : at + 3]:
             case [HandOffSend() as send, RoutedExperts() as experts, HandOffReceive() as receive]:
                 yield Shared(experts, send, receive)
@@ -123,6 +145,23 @@ def _shared(ops: list[Fused]) -> Iterator[Fused | Shared]:
             case [op, *_]:
                 yield op
                 at += 1
+
+
+def _with_always(ops: list[Fused]) -> Shared | None:
+    """Routed experts and all that belongs to them, if they come first and another expert follows."""
+    send = ops[0] if isinstance(ops[0], HandOffSend) else None
+    match ops[1:] if send else ops:
+        case [RoutedExperts() as experts, MatMul() as opened, SwiGlu() as hidden, MatMul() as closed, *rest]:
+            receive = rest[0] if rest and isinstance(rest[0], HandOffReceive) else None
+            add = rest[bool(receive)] if len(rest) > bool(receive) else None
+            if not isinstance(add, Add) or (send is None) != (receive is None):
+                return None
+            out, biases = experts.out, (*opened.biases, *closed.biases)
+            fits = opened.x == experts.x and opened.outs == (hidden.gate, hidden.up) and closed.x == hidden.out
+            fits = fits and (add.x, add.out) == (out, out) and closed.outs == (add.y,) and not any(biases)
+            if fits and (receive is None or receive.x == receive.out == out):
+                return Shared(experts, send, receive, Always(opened, hidden, closed, add))
+    return None
 
 
 def _summed(ops: Iterable[Fused | Shared]) -> Iterator[Fused | Shared | Summed]:

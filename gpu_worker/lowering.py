@@ -19,6 +19,7 @@ from bloomery.gpu_worker.attention_lowering import attend_and_round, lower_fresh
 from bloomery.gpu_worker.chain_lowering import (
     NO_RESIDUAL,
     NO_SCORES,
+    joined_always,
     joined_experts,
     lower_chain,
     open_and_close,
@@ -98,7 +99,21 @@ class Lowering:
 
     def parts(self) -> Iterable[Chained]:
         """The program's ops as they are launched together."""
-        return chained(fused(self.program))
+        return chained(fused(self.program), lambda shared: joined_always(self, shared))
+
+    def unread(self, buffers: set[str], last: Op) -> bool:
+        """Whether nobody reads what these buffers hold once `last` is done: the first to touch each writes it."""
+        at = next(i for i, op in enumerate(self.program.ops) if op is last) + 1
+        left = set(buffers) - {self.program.logits, self.program.argmax, *self.program.reports}
+        if len(left) < len(buffers):
+            return False
+        for op in self.program.ops[at:]:
+            if any(view.buffer in left for view, writes in op_views(op) if not writes):
+                return False
+            left -= {view.buffer for view, writes in op_views(op) if writes}
+            if not left:
+                break
+        return True
 
     def lower_each(self, *parts: Chained) -> None:
         for op in parts:

@@ -17,7 +17,7 @@ from bloomery.gpu_worker.fusions import HeadJob, fused
 from bloomery.gpu_worker.lowering import Lowering
 from bloomery.runtime.architectures import build_program
 from bloomery.runtime.model_file import ModelFile
-from bloomery.runtime.program import Attention, CacheWrite, Op, RmsNorm, Rope, View
+from bloomery.runtime.program import Add, Attention, CacheWrite, Op, RmsNorm, Rope, SwiGlu, View
 from bloomery.runtime.states import CacheState
 
 pytestmark = pytest.mark.timeout(300)
@@ -28,22 +28,34 @@ class Unchained(Lowering):
         return fused(self.program)
 
 
+@pytest.mark.parametrize("name", ("qwen3moe-Q4_K_M", "deepseek2-v3-Q3_K_M", "deepseek2-v3-Q4_K_M"))
 @pytest.mark.parametrize("rows", (1, 3))
-def test_chains_change_no_bit(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms in products, sums in products, experts that choose for themselves: all buffers as before."""
-    program = build_program(ModelFile.open(quantised_file("qwen3moe-Q4_K_M")))
+def test_chains_change_no_bit(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms in products, sums in products, experts that choose for themselves or have one beside them that every row
+    takes: all buffers as before."""
+    program = build_program(ModelFile.open(quantised_file(name)))
+    always = name.startswith("deepseek2")
     found = []
     for lowering in (Lowering, Unchained):
         monkeypatch.setattr("bloomery.gpu_worker.lowering.Lowering", lowering)
         card = EmulatedCard(program, rows=8)
         launches = card.run(rows_of(np.arange(7, 7 + rows)), block=False)
         names = {launch.kernel.function for launch in launches}
-        assert ("normed_scores" in names) == (lowering is Lowering)
         alone = lowering is Lowering and rows == 1
-        assert ("normed_matmul" in names) == alone == any(name.startswith("attend_fresh") for name in names)
+        assert ("normed_matmul" in names) == alone
+        if always:
+            labels = {launch.label for launch in launches if launch.kernel.function == "open_experts"}
+            assert alone == all("ffn_down_shexp & " in label for label in labels) and labels
+        else:
+            assert ("normed_scores" in names) == (lowering is Lowering)
+            assert alone == any(name.startswith("attend_fresh") for name in names)
         found.append({name: card.read(View(name, 0, buffer.width), rows) for name, buffer in program.buffers.items()})
         found[-1] |= {area: values for area, values in card.areas.items() if area.startswith("cache ")}
     inside = {job.view.buffer for part in chained(fused(program)) for job in fresh_jobs(part) if rows == 1}
+    if always and rows == 1:
+        always_ops = [op for op in program.ops if isinstance(op, SwiGlu) and op.name.endswith("_shexp")]
+        inside |= {view.buffer for op in always_ops for view in (op.gate, op.up, op.out)}
+        inside |= {op.y.buffer for op in program.ops if isinstance(op, Add) and op.name.endswith("add_shexp")}
     for name, values in found[0].items():
         assert name in inside or np.array_equal(values, found[1][name]), name
 

@@ -33,7 +33,7 @@ from bloomery.runtime.split_program import card_part, without_hand_offs
 
 STEP = ("Jobs", 20), ("Input", 6), ("Cache", 3), ("HeadJobs", 36), ("Ring", 5), ("Groups", 7), ("Choice", 7)
 STEP += ("Scored", 10), ("Fresh", 13), ("Normed", 10), ("Residual", 4), ("Sending", 17), ("Receiving", 12)
-STEP += ("Landing", 15), ("Added", 4)
+STEP += ("Landing", 15), ("Added", 4), ("Opened", 3)
 """Parameters that are structs of words, and of how many."""
 
 
@@ -90,15 +90,16 @@ def test_quantised_programs(name: str) -> None:
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", ["qwen3moe-Q4_K_M", "deepseek2-v3-Q3_K_M"])
 def test_hand_offs_join_the_experts_beside_them(name: str, rows: int) -> None:
-    """A layer whose experts nothing follows has as many launches as without hand-offs; where work of the card follows,
-    one more, which takes the sum behind it."""
+    """A layer whose experts nothing follows, or one that comes with them, has as many launches as without hand-offs;
+    where work of the card follows, one more, which takes the sum behind it."""
     program = program_of(quantised_file(name))
     layers = (0, 2)
     card = card_part(program, layers)
-    whole, launches = (lower(each, NoCard(each), rows, 1) for each in (program, card))
+    whole, launches = (lower(each, NoCard(each), rows, rows) for each in (program, card))
     check(launches)
     apart = [launch for launch in launches if launch.kernel.file == "hand_off"]
-    expected = [] if name.startswith("qwen3moe") else [f"blk.{1 + layer}" for layer in layers]  # the first is dense
+    joined = name.startswith("qwen3moe") or rows == 1
+    expected = [] if joined else [f"blk.{1 + layer}" for layer in layers]  # the first is dense
     assert [launch.kernel.function for launch in apart] == ["receive"] * len(expected)
     assert [launch.label.split(".routed")[0] for launch in apart] == expected
     assert len(launches) == len(whole) + len(expected)
@@ -113,7 +114,7 @@ def test_hand_offs_with_and_without_times(times: int) -> None:
     card = card_part(program, layers)
     context = NoCard(card)
     context.hand_off = replace(NoCard.hand_off, times=times)
-    launches = lower(card, context, 3, 1)
+    launches = lower(card, context, 3, 3)
     places = [launch.words[-1] for launch in launches if launch.kernel.function == "open_experts"]
     places += [launch.words[-5] for launch in launches if launch.kernel.function == "receive"]
     places = [place for place in places if place]

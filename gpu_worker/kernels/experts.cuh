@@ -1,9 +1,17 @@
-// Routed experts of a few rows in two launches: gate and up with the choice of experts, down with the sum by ranks. A part of
-// matmul.cu, which has what it is made of (Quant, Residual, copy_row).
+// Routed experts of a few rows in two launches: gate and up with the choice of experts, down with the sum by ranks. An expert
+// that every row takes (a shared one) may come with them. A part of matmul.cu, which has what it is made of (Quant, Residual,
+// copy_row).
 #pragma once
 #include "hand_off.cuh"
 #include "router.cuh"
 #include "units.cuh"
+
+// The expert that every row takes, of the same types and widths as the routed ones; without `gate` (`down`) there is none. It is
+// the last of a row's items, and its result comes last in the row's sum.
+struct Opened {
+    const uint8_t *gate, *up;
+    double limit;
+};
 
 template <class Quant>
 DEVICE void open_items(const uint8_t* gate, const uint8_t* up, float* out, word outputs, const Activations& x, word width,
@@ -76,22 +84,23 @@ DEVICE void hand_over(const Sending& sending, const Scored& scored, BlockChoice&
     raise_flag(sending, sends);
 }
 
-// Grid (blocks of warps, ranks, rows): silu(gate) * up of every item; a warp takes the same row of both. See `experts`. With
-// scores the choice is made here, by every block for itself, and written to ids and mix. If there is something to send, the
+// Grid (blocks of warps, items of a row, rows): silu(gate) * up of every item; a warp takes the same row of both. See `experts`.
+// With scores the choice is made here, by every block for itself, and written to ids and mix. If there is something to send, the
 // first block does that, and the ranks' and rows' first blocks nothing. Dynamic shared memory: the rings, and x (width * 5 / 4
 // bytes).
 // Bounds are those of 64 registers (but for Q6_K), so that blocks of close_experts find room beside.
 extern "C" __global__ void __launch_bounds__(512, Units<Quant>::RESIDENT)
     open_experts(const uint8_t* gate, const uint8_t* up, float* out, word out_stride, word outputs, const uint8_t* values,
                  const uint8_t* scales, word x_stride, int* ids, word ids_stride, float* mix, word mix_stride, word used,
-                 const int* slots, word width, word row_bytes, double limit, Scored scored, Sending sending) {
+                 const int* slots, word width, word row_bytes, double limit, Opened shared, Scored scored, Sending sending) {
     DYNAMIC_SHARED(uint8_t, rings);
     __shared__ BlockChoice choice;
     __shared__ int map[MOST_CHOSEN_FROM];
     let_next_begin();
     if (scored.logits)
         for (int i = threadIdx.x; i < scored.how.experts; i += blockDim.x) map[i] = slots[i];
-    const int rank = blockIdx.y, row = blockIdx.z, item = row * int(used) + rank;
+    const int rank = blockIdx.y, row = blockIdx.z, item = row * int(gridDim.y) + rank;
+    const bool routed = rank < used;
     const int senders = sending.to_x ? 1 : 0, block = int(blockIdx.x) - senders, blocks = int(gridDim.x) - senders;
     uint8_t* held = rings + (Units<Quant>::HAS ? 0 : blockDim.x / 32 * ring_bytes<Quant>());
     await_previous();
@@ -107,16 +116,17 @@ extern "C" __global__ void __launch_bounds__(512, Units<Quant>::RESIDENT)
     int slot;
     if (scored.logits) {
         choose(scored, row, choice);
-        const int expert = choice.experts[rank];
+        const int expert = routed ? choice.experts[rank] : 0;
         slot = map[expert];
-        if (block == 0 && threadIdx.x < 32) {
+        if (routed && block == 0 && threadIdx.x < 32) {
             const float mine = mix_of_lane(scored.how, choice);
             if (threadIdx.x == rank) ids[row * ids_stride + rank] = expert, mix[row * mix_stride + rank] = mine;
         }
     } else {
-        slot = slots[ids[row * ids_stride + rank]];
+        slot = routed ? slots[ids[row * ids_stride + rank]] : 0;
         __syncthreads();
     }
+    if (!routed) gate = shared.gate, up = shared.up, limit = shared.limit, slot = 0;
     out += item * out_stride;
     if (slot < 0) {
         for (int i = block * int(blockDim.x) + int(threadIdx.x); i < outputs; i += blocks * int(blockDim.x)) out[i] = 0.0f;
@@ -194,12 +204,12 @@ DEVICE void close_item(const uint8_t* down, word outputs, uint8_t* hidden, word 
 // Grid (blocks that share the outputs, rows), a warp for each item of a row. Outputs come in pairs, or as many as a warp has
 // rows at a time (units.cuh). Dynamic shared memory: the warps' rings, if the type has them, the items' hidden rows as Q8_K (width
 // * 5 / 4 bytes), their sums (`outputs_each` of a block). The hidden rows are f32 and rounded by every block for itself; a row's items are
-// summed by ranks, as experts_sum does, and the residual added. If the host has part of the sums, a row's blocks are one more,
-// the first of which brings them.
+// summed by ranks, as experts_sum does, then comes the host's part, the expert that every row takes (its matrix is `shared`), the
+// residual. If the host has part of the sums, a row's blocks are one more, the first of which brings them.
 extern "C" __global__ void __launch_bounds__(32 * MOST_USED)
     close_experts(const uint8_t* down, float* out, word out_stride, word outputs, const float* opened, word opened_stride,
                   const int* ids, word ids_stride, const float* mix, word mix_stride, word used, const int* slots,
-                  word width, word row_bytes, word outputs_each, Residual residual, Landing landing) {
+                  word width, word row_bytes, word outputs_each, const uint8_t* shared, Residual residual, Landing landing) {
     DYNAMIC_SHARED(uint8_t, memory);
     __shared__ int places[MOST_USED];
     __shared__ float mixes[MOST_USED];
@@ -207,11 +217,11 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_USED)
     if constexpr (Quant::FORM == FORM_Q8_K) {
         constexpr int RING = Units<Quant>::HAS ? 0 : ring_bytes<Quant>();
         const int row = blockIdx.y, item = threadIdx.x / 32, lane = threadIdx.x & 31, bits = bits_closed(int(width));
-        const int each = int(outputs_each), receivers = landing.receiving.from ? 1 : 0;
+        const int items = int(blockDim.x / 32), each = int(outputs_each), receivers = landing.receiving.from ? 1 : 0;
         const int block = int(blockIdx.x) - receivers, blocks = int(gridDim.x) - receivers;
         auto output_of = [&](int i) { return (block + (i >> bits) * blocks) << bits | (i & ((1 << bits) - 1)); };
-        uint8_t* hidden = memory + used * RING;
-        float* sums = reinterpret_cast<float*>(hidden + used * (width / 4 * 5));
+        uint8_t* hidden = memory + items * RING;
+        float* sums = reinterpret_cast<float*>(hidden + items * (width / 4 * 5));
         await_previous();
         const bool comes = lands(landing);
         if (block < 0) {
@@ -223,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_USED)
             mixes[threadIdx.x] = mix[row * mix_stride + threadIdx.x];
         }
         __syncthreads();
-        const int slot = places[item], own = threadIdx.x;  // an output whose residual is fetched before the products
+        const int slot = item < used ? places[item] : 0, own = threadIdx.x;  // an output whose residual is fetched before the products
         const int own_output = output_of(own);
         float before = 0.0f;
         auto ready = [&] {
@@ -234,8 +244,9 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_USED)
             ready();
             for (int i = lane; i < each; i += 32) sums[item * each + i] = 0.0f;
         } else {
-            close_item<Quant>(down + slot * row_bytes * outputs, outputs, hidden + item * (width / 4 * 5), width, row_bytes,
-                              memory + item * RING, opened + (row * used + item) * opened_stride,
+            const uint8_t* matrix = item < used ? down + slot * row_bytes * outputs : shared;
+            close_item<Quant>(matrix, outputs, hidden + item * (width / 4 * 5), width, row_bytes,
+                              memory + item * RING, opened + (row * items + item) * opened_stride,
                               sums + item * each, ready, block, blocks);
         }
         if (comes && threadIdx.x == 0) await_landing(landing, row == 0 && block == 0);
@@ -246,6 +257,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_USED)
             float total = 0.0f;
             for (int a = 0; a < used; ++a) total = __fadd_rn(total, __fmul_rn(mixes[a], sums[a * each + i]));
             if (comes) total = __fadd_rn(total, __ldcg(landing.rows + row * landing.row + output));
+            if (shared) total = __fadd_rn(total, sums[used * each + i]);
             out[row * out_stride + output] = total;
             if (residual.plus) {
                 if (i != own) before = residual.plus[row * residual.plus_stride + output];
