@@ -1,15 +1,18 @@
 """Lowering of chains: the launches of norms with products after them, sums in products, and experts with their choice.
 
-Owns the parameters of the kernels `normed_matmul`, `normed_scores`, `open_experts` and `close_experts`.
+Owns the parameters of the kernels `normed_matmul`, `normed_scores`, `normed_choice`, `open_experts`, `close_experts`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from bloomery.gpu_worker.chains import NormedExperts, NormedProduct, Shared, Summed
+import numpy as np
+
+from bloomery.gpu_worker.chains import NormedChoice, NormedExperts, NormedProduct, Shared, Summed
 from bloomery.gpu_worker.hand_off_lowering import landing, lower_receive, sending
 from bloomery.gpu_worker.launches import MAX_ROWS, float_word
+from bloomery.gpu_worker.lowering_deepseek4 import softplus_choice
 from bloomery.gpu_worker.products import (
     FLOAT_TYPES,
     JOBS,
@@ -23,6 +26,7 @@ from bloomery.gpu_worker.products import (
     ring_bytes,
     rows_of_warp,
 )
+from bloomery.runtime.ops_deepseek4 import SoftplusRouter
 from bloomery.runtime.ops_hand_off import HandOffReceive
 from bloomery.runtime.program import Add, MatMul, Op, RoutedExperts, Router
 
@@ -44,7 +48,7 @@ NO_SCORES: Final = (0,) * 10
 NO_RESIDUAL: Final = (0,) * 4
 
 
-def lower_chain(lowering: Lowering, chain: Shared | Summed | NormedProduct | NormedExperts) -> None:
+def lower_chain(lowering: Lowering, chain: Shared | Summed | NormedProduct | NormedExperts | NormedChoice) -> None:
     """The launches of a chain; its ops one after the other where there is no kernel for all of it."""
     match chain:
         case Summed(op=MatMul() as product, add=add):
@@ -61,6 +65,8 @@ def lower_chain(lowering: Lowering, chain: Shared | Summed | NormedProduct | Nor
             _normed_product(lowering, chain)
         case NormedExperts():
             _normed_experts(lowering, chain)
+        case NormedChoice():
+            _normed_choice(lowering, chain)
 
 
 def _forget_written(lowering: Lowering, *ops: Op | None) -> None:
@@ -142,33 +148,59 @@ def _place(lowering: Lowering, product: MatMul, i: int) -> tuple[int, int, int]:
 def _normed_experts(lowering: Lowering, chain: NormedExperts) -> None:
     """Scores of normed rows; then experts that choose for themselves."""
     norm, product, router, experts = chain.norm, chain.routed.product, chain.routed.router, chain.shared.experts
-    rows, width, count = lowering._count(product.x), product.x.elements, router.logits.elements
-    weights, kind, row_bytes = lowering._weight(product.weights[0], width, count)
-    fits = kind == "F32" and not product.biases[0] and 0 < rows <= MAX_ROWS and width % 4 == 0
-    shared = (1 + _SCORERS) * 4 * width
-    fits = fits and shared <= _LEAST_SHARED and count <= _MOST_EXPERTS and lowering.context.view(product.x)[1] % 4 == 0
-    if not fits or not joined_experts(lowering, experts):
+    few = router.logits.elements <= _MOST_EXPERTS
+    if not few or not joined_experts(lowering, experts) or not _scores_fit(lowering, product):
         lowering.lower_each(norm, chain.routed, Summed(chain.shared, chain.add) if chain.add else chain.shared)
         return
-    lowering._forget({norm.norm.out.buffer})
-    words, made = _norm_words(lowering, norm)
-    logits = lowering._row(router.logits)
-    grid = (blocks(count, _SCORERS), rows)
-    lowering.label = f"{norm.name} & {product.name}"
-    lowering.emit(
-        "matmul",
-        "normed_scores",
-        grid,
-        _NORM_THREADS,
-        *(weights, row_bytes, count, *words, *logits),
-        kind=kind,
-        shared=shared,
-    )
-    if made:
-        lowering.formed["Q8_K"] = norm.norm.out, made
+    _scores(lowering, norm, product)
     lowering.label = f"{router.name} & {experts.name}"
     open_and_close(lowering, chain.shared, _scored(lowering, router), chain.add)
-    _forget_written(lowering, product, router, *chain.shared.parts, chain.add)
+    _forget_written(lowering, router, *chain.shared.parts, chain.add)
+
+
+def _normed_choice(lowering: Lowering, chain: NormedChoice) -> None:
+    """Scores of normed rows, and the choice by the last block to end."""
+    if not _scores_fit(lowering, chain.product):
+        lowering.lower_each(chain.norm, chain.product, chain.router)
+        return
+    _scores(lowering, chain.norm, chain.product, chain.router)
+    _forget_written(lowering, chain.router)
+
+
+def _scores_fit(lowering: Lowering, product: MatMul) -> bool:
+    """Whether a router's product is one of few rows by floats, which `normed_scores` forms."""
+    tensor, width = lowering.program.weights[product.weights[0]], product.x.elements
+    kind, rows = tensor.quant_type.name, lowering._count(product.x)
+    if kind not in FLOAT_TYPES or len(product.outs) > 1 or product.biases[0] or not 0 < rows <= MAX_ROWS:
+        return False
+    whole = tensor.quant_type.row_bytes(width) % 16 == 0 and lowering.context.view(product.x)[1] % 4 == 0
+    return whole and _scores_shared(lowering, product) <= _LEAST_SHARED
+
+
+def _scores_shared(lowering: Lowering, product: MatMul) -> int:
+    """Bytes of shared memory: the normed row, rows of weights; the choice takes their place."""
+    kind, width = lowering.program.weights[product.weights[0]].quant_type, product.x.elements
+    return max(4 * width + _SCORERS * kind.row_bytes(width), 8 * product.outs[0].elements)
+
+
+def _scores(lowering: Lowering, norm: AddNorm, product: MatMul, router: SoftplusRouter | None = None) -> None:
+    """The launch of a norm and a router's product, perhaps with the choice."""
+    width, count, rows = product.x.elements, product.outs[0].elements, lowering._count(product.x)
+    weights, kind, row_bytes = lowering._weight(product.weights[0], width, count)
+    lowering._forget({norm.norm.out.buffer})
+    made_words, made = _norm_words(lowering, norm)
+    words = (weights, row_bytes, count, *made_words, *lowering._row(product.outs[0]))
+    function, names = "normed_scores", [norm.name, product.name]
+    if router is not None:
+        ended = lowering.context.constant("routers that ended", np.zeros(MAX_ROWS, np.int32))
+        words = (*words, *softplus_choice(lowering, router), ended)
+        function, names = "normed_choice", [*names, router.name]
+    lowering.label = " & ".join(names)
+    grid, shared = (blocks(count, _SCORERS), rows), _scores_shared(lowering, product)
+    lowering.emit("matmul", function, grid, _NORM_THREADS, *words, kind=kind, shared=shared)
+    if made:
+        lowering.formed["Q8_K"] = norm.norm.out, made
+    lowering.forget_written(product)
 
 
 def _scored(lowering: Lowering, router: Router) -> tuple[int, ...]:
@@ -186,7 +218,12 @@ def joined_always(lowering: Lowering, shared: Shared) -> bool:
     """Whether `open_and_close` takes an expert that every row takes with these: one row (blocks share no weights), the
     same types and widths, and nobody reads what lies between its products."""
     op, always = shared.experts, shared.always
-    if always is None or lowering._count(op.x) != 1 or op.ids.elements >= _MOST_USED or not joined_experts(lowering, op):
+    if (
+        always is None
+        or lowering._count(op.x) != 1
+        or op.ids.elements >= _MOST_USED
+        or not joined_experts(lowering, op)
+    ):
         return False
     weights = lowering.program.weights
     routed = [weights[name] for name in (op.gate, op.up, op.down)]
@@ -217,7 +254,18 @@ def open_and_close(lowering: Lowering, shared: Shared, scored: tuple[int, ...], 
     sets = blocks(2 * hidden, max(2, rows_of_warp(kind, inputs)))
     grid = (min(blocks(sets, _OPENERS), most) + sends, items, rows)
     places = (gate, up, opened, hidden, hidden, x.values, x.scales, x.stride)
-    words = (*places, *ids, *mix, used, slots, inputs, row_bytes, float_word(op.limit), *_opened(lowering, shared), *scored)
+    words = (
+        *places,
+        *ids,
+        *mix,
+        used,
+        slots,
+        inputs,
+        row_bytes,
+        float_word(op.limit),
+        *_opened(lowering, shared),
+        *scored,
+    )
     words = (*words, *sending(lowering, shared.send))
     memory = _OPENERS * ring_bytes(lowering.program.weights[op.gate].quant_type) + inputs // 4 * 5
     lowering.emit("matmul", "open_experts", grid, 32 * _OPENERS, *words, kind=kind, shared=memory)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from bloomery.gpu_worker.fusions import AddNorm, Attended, HeadJob, HeadRun, Routed
+from bloomery.runtime.ops_deepseek4 import SoftplusRouter
 from bloomery.runtime.ops_hand_off import HandOffReceive, HandOffSend
 from bloomery.runtime.program import Add, MatMul, Op, RmsNorm, RoutedExperts, SwiGlu
 
@@ -89,6 +90,19 @@ class NormedExperts:
 
 
 @dataclass(frozen=True)
+class NormedChoice:
+    """A norm, a router's product of its result, and the choice by scores that each stand for themselves."""
+
+    norm: AddNorm
+    product: MatMul
+    router: SoftplusRouter
+
+    @property
+    def name(self) -> str:
+        return f"{self.norm.name} & {self.product.name} & {self.router.name}"
+
+
+@dataclass(frozen=True)
 class FreshAttention:
     """Norms and rotations of queries, keys and values of whole heads, their way to the cache, and the attention that
     follows: `query`, `key` and `value` are the jobs of `run`."""
@@ -105,7 +119,7 @@ class FreshAttention:
 
 
 Fused = Op | AddNorm | HeadRun | Attended | Routed
-Chained = Fused | Shared | Summed | NormedProduct | NormedExperts | FreshAttention
+Chained = Fused | Shared | Summed | NormedProduct | NormedExperts | NormedChoice | FreshAttention
 
 
 def chained(ops: Iterable[Fused], joins: Callable[[Shared], bool] = lambda shared: False) -> Iterator[Chained]:
@@ -114,8 +128,9 @@ def chained(ops: Iterable[Fused], joins: Callable[[Shared], bool] = lambda share
     parts = list(_summed(_shared(list(ops), joins)))
     at = 0
     while at < len(parts):
-        taken = _experts(parts[at : at + 3]) or _product(parts[at : at + 2]) or _fresh(parts[at : at + 2])
-        if isinstance(taken, NormedExperts):
+        three, two = parts[at : at + 3], parts[at : at + 2]
+        taken = _experts(three) or _choice(three) or _product(two) or _fresh(two)
+        if isinstance(taken, NormedExperts | NormedChoice):
             at += 2
         elif isinstance(taken, NormedProduct | FreshAttention):
             at += 1
@@ -222,6 +237,14 @@ def _experts(parts: list[Fused | Shared | Summed]) -> NormedExperts | None:
             same = (experts.x, experts.ids, experts.mix) == (norm.out, router.ids, router.mix)
             if same and routed.product.x == norm.out and router.groups == 1:
                 return NormedExperts(first, routed, shared, last.add if isinstance(last, Summed) else None)
+    return None
+
+
+def _choice(parts: list[Fused | Shared | Summed]) -> NormedChoice | None:
+    match parts:
+        case [AddNorm(add=None, norm=norm) as first, MatMul() as product, SoftplusRouter() as router]:
+            if _apart(norm) and product.x == norm.out and product.outs == (router.logits,):
+                return NormedChoice(first, product, router)
     return None
 
 

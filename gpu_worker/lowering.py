@@ -25,7 +25,16 @@ from bloomery.gpu_worker.chain_lowering import (
     open_and_close,
     separate_experts,
 )
-from bloomery.gpu_worker.chains import Chained, FreshAttention, NormedExperts, NormedProduct, Shared, Summed, chained
+from bloomery.gpu_worker.chains import (
+    Chained,
+    FreshAttention,
+    NormedChoice,
+    NormedExperts,
+    NormedProduct,
+    Shared,
+    Summed,
+    chained,
+)
 from bloomery.gpu_worker.fusions import MOST_JOBS, AddNorm, Attended, HeadRun, Routed, fused
 from bloomery.gpu_worker.hand_off_lowering import lower_hand_off
 from bloomery.gpu_worker.launches import MAX_ROWS, CardContext, KernelName, Launch, float_word
@@ -130,7 +139,7 @@ class Lowering:
                     self._attention(op)
                 case FreshAttention():
                     lower_fresh(self, op)
-                case Shared() | Summed() | NormedProduct() | NormedExperts():
+                case Shared() | Summed() | NormedProduct() | NormedExperts() | NormedChoice():
                     lower_chain(self, op)
                 case _:
                     self._lower(op)

@@ -263,13 +263,16 @@ def _groups(lowering: Lowering, op: WindowAttention, at: int) -> tuple[int, ...]
 
 # ---- router
 def _softplus_router(lowering: Lowering, op: SoftplusRouter) -> None:
-    experts, used = op.logits.elements, op.ids.elements
+    experts, grid = op.logits.elements, (lowering._count(op.logits),)
+    words = (*lowering._row(op.logits), experts, *softplus_choice(lowering, op))
+    lowering.emit("softplus_router", "softplus_router", grid, 128, *words, shared=8 * experts)
+
+
+def softplus_choice(lowering: Lowering, op: SoftplusRouter) -> tuple[int, ...]:
+    """The SoftplusChoice of softplus.cuh."""
     bias = lowering.context.weight(op.bias)[0] if op.bias else 0
     table = lowering.context.weight(op.table)[0] if op.table else 0
     of_step = lowering.program.buffers[op.logits.buffer].rows == "step"
-    views = (*lowering._row(op.logits), *lowering._row(op.ids), *lowering._row(op.mix))
     tokens = (lowering.step.tokens, 0 if of_step else lowering.step.out_rows)
-    rule = (experts, used, int(op.normalise), float_word(op.scale))
-    words = (*views, bias, table, *tokens, *rule)
-    grid = (lowering._count(op.logits),)
-    lowering.emit("softplus_router", "softplus_router", grid, 32, *words, shared=8 * experts)
+    rule = (op.ids.elements, int(op.normalise), float_word(op.scale))
+    return (*lowering._row(op.ids), *lowering._row(op.mix), bias, table, *tokens, *rule)

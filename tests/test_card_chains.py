@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
 import numpy as np
 import pytest
 from card_stand import Bench, tensor
+from deepseek_data import tiny41
 from emulated_card import EmulatedCard
 from oracle_data import quantised_file
 from running import rows_of
 
 from bloomery.gpu_worker.chains import Chained, FreshAttention, NormedExperts, NormedProduct, Summed, chained
 from bloomery.gpu_worker.fusions import HeadJob, fused
+from bloomery.gpu_worker.launches import MAX_ROWS
 from bloomery.gpu_worker.lowering import Lowering
 from bloomery.runtime.architectures import build_program
 from bloomery.runtime.model_file import ModelFile
-from bloomery.runtime.program import Add, Attention, CacheWrite, Op, RmsNorm, Rope, SwiGlu, View
+from bloomery.runtime.program import Add, Attention, CacheWrite, Op, RmsNorm, Rope, RoutedExperts, SwiGlu, View
 from bloomery.runtime.states import CacheState
 
 pytestmark = pytest.mark.timeout(300)
@@ -58,6 +61,35 @@ def test_chains_change_no_bit(name: str, rows: int, monkeypatch: pytest.MonkeyPa
         inside |= {op.y.buffer for op in program.ops if isinstance(op, Add) and op.name.endswith("add_shexp")}
     for name, values in found[0].items():
         assert name in inside or np.array_equal(values, found[1][name]), name
+
+
+@pytest.mark.parametrize("name", ("a", "b"))
+@pytest.mark.parametrize("rows", (1, 3))
+def test_chains_of_deepseek41_change_no_bit(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms in products, the choice of experts by a product's last block, shared experts: all buffers as before."""
+    program = build_program(ModelFile.open(tiny41(name)))
+    inside = {view.buffer for op in program.ops if isinstance(op, SwiGlu) for view in (op.gate, op.up, op.out)}
+    inside |= {op.y.buffer for op in program.ops if isinstance(op, Add)}
+    found = []
+    for lowering in (Lowering, Unchained):
+        monkeypatch.setattr("bloomery.gpu_worker.lowering.Lowering", lowering)
+        card = EmulatedCard(program, rows=8)
+        for area in card.areas:
+            if area.startswith("rows "):
+                card.areas[area][:] = 0
+        launches = card.run(rows_of(np.arange(7, 7 + rows), slot=1), block=False)
+        counted = Counter(launch.kernel.function for launch in launches)
+        layers = sum(isinstance(op, RoutedExperts) for op in program.ops)
+        assert counted["normed_choice"] == (layers if lowering is Lowering else 0)
+        assert counted["softplus_router"] == layers - counted["normed_choice"]
+        assert counted["swiglu"] == (0 if lowering is Lowering and rows == 1 else layers)
+        found.append({name: card.read(View(name, 0, buffer.width), rows) for name, buffer in program.buffers.items()})
+        found[-1] |= {area: values for area, values in card.areas.items() if area.startswith("cache ")}
+        for ended in [area for area in card.areas if area.startswith("constant routers")]:
+            assert not card.areas[ended][: 4 * MAX_ROWS].any()
+    for name, values in found[0].items():
+        if rows > 1 or name not in inside:
+            assert np.array_equal(values, found[1][name], equal_nan=values.dtype == np.float32), name
 
 
 def fresh_jobs(part: Chained) -> tuple[HeadJob, ...]:

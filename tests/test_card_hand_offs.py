@@ -133,7 +133,8 @@ class HostedCard(EmulatedCard):
 
 
 @pytest.mark.parametrize(
-    "name, share", (("qwen3moe-Q4_K_M", 0.5), ("qwen3moe-Q4_K_M", 0.0), ("deepseek2-v3-Q3_K_M", 0.5), ("deepseek2-v3-Q4_K_M", 0.0))
+    "name, share",
+    (("qwen3moe-Q4_K_M", 0.5), ("qwen3moe-Q4_K_M", 0.0), ("deepseek2-v3-Q3_K_M", 0.5), ("deepseek2-v3-Q4_K_M", 0.0)),
 )
 def test_joined_hand_offs_change_no_bit(name: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """All buffers as with a send, experts, a receive and a sum one after the other; near those of a whole card."""

@@ -27,18 +27,21 @@ struct F32 {
     static constexpr int BYTES = 4;
     static constexpr Form FORM = FORM_FLOAT;
     DEVICE static float value(float x) { return x; }
+    DEVICE static float rounded(float x) { return x; }  // as activations of this type are
 };
 struct F16 {
     typedef __half Element;
     static constexpr int BYTES = 2;
     static constexpr Form FORM = FORM_FLOAT;
     DEVICE static float value(__half x) { return __half2float(x); }
+    DEVICE static float rounded(float x) { return __half2float(__float2half_rn(x)); }
 };
 struct BF16 {
     typedef __nv_bfloat16 Element;
     static constexpr int BYTES = 2;
     static constexpr Form FORM = FORM_FLOAT;
     DEVICE static float value(__nv_bfloat16 x) { return __bfloat162float(x); }
+    DEVICE static float rounded(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
 };
 
 template <class Quant>
