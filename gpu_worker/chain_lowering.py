@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from bloomery.gpu_worker.chains import NormedChoice, NormedExperts, NormedProduct, Shared, Summed
+from bloomery.gpu_worker.chains import NormedChoice, NormedExperts, NormedProduct, Shared, Spreading, Summed
 from bloomery.gpu_worker.hand_off_lowering import landing, lower_receive, sending
 from bloomery.gpu_worker.launches import MAX_ROWS, float_word
 from bloomery.gpu_worker.lowering_deepseek4 import softplus_choice
@@ -17,6 +17,7 @@ from bloomery.gpu_worker.products import (
     FLOAT_TYPES,
     JOBS,
     SUPER_TYPES,
+    UNIT_TYPES,
     Activations,
     Job,
     activation_form,
@@ -26,7 +27,7 @@ from bloomery.gpu_worker.products import (
     ring_bytes,
     rows_of_warp,
 )
-from bloomery.runtime.ops_deepseek4 import SoftplusRouter
+from bloomery.runtime.ops_deepseek4 import HyperPost, SoftplusRouter
 from bloomery.runtime.ops_hand_off import HandOffReceive
 from bloomery.runtime.program import Add, MatMul, Op, RoutedExperts, Router
 
@@ -44,11 +45,14 @@ _LEAST_SHARED: Final = 96 << 10
 """Bytes of shared memory that a block has on every card that is supported."""
 _MOST_USED: Final = 16
 _MOST_EXPERTS: Final = 256  # router.cuh
+_MOST_SPREAD: Final = 4  # spread.cuh
 NO_SCORES: Final = (0,) * 10
 NO_RESIDUAL: Final = (0,) * 4
 
 
-def lower_chain(lowering: Lowering, chain: Shared | Summed | NormedProduct | NormedExperts | NormedChoice) -> None:
+def lower_chain(
+    lowering: Lowering, chain: Shared | Summed | Spreading | NormedProduct | NormedExperts | NormedChoice
+) -> None:
     """The launches of a chain; its ops one after the other where there is no kernel for all of it."""
     match chain:
         case Summed(op=MatMul() as product, add=add):
@@ -67,6 +71,8 @@ def lower_chain(lowering: Lowering, chain: Shared | Summed | NormedProduct | Nor
             _normed_experts(lowering, chain)
         case NormedChoice():
             _normed_choice(lowering, chain)
+        case Spreading():
+            _spreading(lowering, chain)
 
 
 def _forget_written(lowering: Lowering, *ops: Op | None) -> None:
@@ -86,6 +92,42 @@ def _experts(lowering: Lowering, shared: Shared, add: Add | None) -> None:
 def residual(lowering: Lowering, add: Add | None) -> tuple[int, ...]:
     """The Residual of matmul.cu."""
     return (*lowering.context.view(add.x), *lowering.context.view(add.out)) if add else NO_RESIDUAL
+
+
+def _spreading(lowering: Lowering, chain: Spreading) -> None:
+    """One row's copies are made by the kernel that the result comes from."""
+    op, post = chain.op, chain.post
+    few = lowering._count(post.y) == 1 and post.streams.count <= _MOST_SPREAD
+    lowering.label = chain.name
+    if isinstance(op, Shared):
+        if not few or not joined_experts(lowering, op.experts):
+            lowering.lower_each(op, post)
+            return
+        open_and_close(lowering, op, NO_SCORES, None, post)
+        _forget_written(lowering, *op.parts, post)
+        return
+    width, outputs = op.x.elements, op.outs[0].elements
+    kind = lowering.program.weights[op.weights[0]].quant_type.name
+    if not few or kind not in UNIT_TYPES:
+        lowering.lower_each(op, post)
+        return
+    weights, _, row_bytes = lowering._weight(op.weights[0], width, outputs)
+    x = lowering.form_of(kind, op.x)
+    lowering.label = chain.name
+    grid = (lowering._warp_blocks(kind, width, [Job(0, 0, 0, outputs, 0)], 1),)
+    words = (weights, lowering._row(op.outs[0])[0], outputs, x.values, x.scales, width, row_bytes)
+    words = (*words, *_spread(lowering, post))
+    lowering.emit("matmul", "spread_matmul", grid, 32 * _SCORERS, *words, kind=kind, shared=width // 4 * 5)
+    _forget_written(lowering, op, post)
+
+
+def _spread(lowering: Lowering, post: HyperPost | None) -> tuple[int, ...]:
+    """The Spread of spread.cuh; of none: zeros."""
+    if post is None:
+        return (0,) * 7
+    (streams, _, copy), (out, _, out_copy) = lowering._heads(post.streams), lowering._heads(post.out)
+    how = (lowering._row(post.post)[0], lowering._row(post.mixing)[0])
+    return (streams, copy, *how, out, out_copy, post.streams.count)
 
 
 def _norm_words(lowering: Lowering, op: AddNorm) -> tuple[tuple[int, ...], Activations | None]:
@@ -236,7 +278,9 @@ def joined_always(lowering: Lowering, shared: Shared) -> bool:
     return alike and lowering.unread(between, always.add)
 
 
-def open_and_close(lowering: Lowering, shared: Shared, scored: tuple[int, ...], add: Add | None) -> None:
+def open_and_close(
+    lowering: Lowering, shared: Shared, scored: tuple[int, ...], add: Add | None, post: HyperPost | None = None
+) -> None:
     """silu(gate) * up of every item; then down's products, their inputs rounded and their sums formed meanwhile. Each
     has a block more for the hand-off's half that it takes in, but no more than the card holds at a time: one too many
     begins when the others are done."""
@@ -277,9 +321,10 @@ def open_and_close(lowering: Lowering, shared: Shared, scored: tuple[int, ...], 
     ring = ring_bytes(lowering.program.weights[op.down].quant_type)
     each = together * blocks(sets, closers)
     memory = items * (ring + hidden // 4 * 5 + 4 * each)
-    lowering.label = f"{op.name} & {add.name}" if add else op.name
+    after = add or post
+    lowering.label = f"{op.name} & {after.name}" if after else op.name
     own = lowering._weight(always.closed.weights[0], hidden, outputs)[0] if always else 0
-    words = (*words, each, own, *residual(lowering, add), *landing(lowering, shared.receive))
+    words = (*words, each, own, *residual(lowering, add), *_spread(lowering, post), *landing(lowering, shared.receive))
     lowering.emit("matmul", "close_experts", (closers + lands, rows), 32 * items, *words, kind=kind, shared=memory)
 
 

@@ -2,7 +2,8 @@
 
 Owns the patterns beyond those of `fusions`: a residual sum formed by the product before it; a norm made by every block
 of the product after it; a choice of experts made by those that use it; hand-offs, and an expert that every row takes,
-taken in by the experts beside them. It knows no kernel and no memory.
+taken in by the experts beside them; residual copies made by the product whose result is spread over them. It knows no
+kernel and no memory.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from bloomery.gpu_worker.fusions import AddNorm, Attended, HeadJob, HeadRun, Routed
-from bloomery.runtime.ops_deepseek4 import SoftplusRouter
+from bloomery.runtime.ops_deepseek4 import HyperPost, SoftplusRouter
 from bloomery.runtime.ops_hand_off import HandOffReceive, HandOffSend
 from bloomery.runtime.program import Add, MatMul, Op, RmsNorm, RoutedExperts, SwiGlu
 
@@ -60,6 +61,18 @@ class Summed:
     @property
     def name(self) -> str:
         return f"{self.op.name} & {self.add.name}"
+
+
+@dataclass(frozen=True)
+class Spreading:
+    """A sublayer's last product or its experts, and the residual copies that a hyper-connection makes of the result."""
+
+    op: MatMul | Shared
+    post: HyperPost
+
+    @property
+    def name(self) -> str:
+        return f"{self.op.name} & {self.post.name}"
 
 
 @dataclass(frozen=True)
@@ -119,7 +132,7 @@ class FreshAttention:
 
 
 Fused = Op | AddNorm | HeadRun | Attended | Routed
-Chained = Fused | Shared | Summed | NormedProduct | NormedExperts | NormedChoice | FreshAttention
+Chained = Fused | Shared | Summed | Spreading | NormedProduct | NormedExperts | NormedChoice | FreshAttention
 
 
 def chained(ops: Iterable[Fused], joins: Callable[[Shared], bool] = lambda shared: False) -> Iterator[Chained]:
@@ -129,10 +142,10 @@ def chained(ops: Iterable[Fused], joins: Callable[[Shared], bool] = lambda share
     at = 0
     while at < len(parts):
         three, two = parts[at : at + 3], parts[at : at + 2]
-        taken = _experts(three) or _choice(three) or _product(two) or _fresh(two)
+        taken = _experts(three) or _choice(three) or _product(two) or _fresh(two) or _spreading(two)
         if isinstance(taken, NormedExperts | NormedChoice):
             at += 2
-        elif isinstance(taken, NormedProduct | FreshAttention):
+        elif isinstance(taken, NormedProduct | FreshAttention | Spreading):
             at += 1
         yield taken or parts[at]
         at += 1
@@ -245,6 +258,17 @@ def _choice(parts: list[Fused | Shared | Summed]) -> NormedChoice | None:
         case [AddNorm(add=None, norm=norm) as first, MatMul() as product, SoftplusRouter() as router]:
             if _apart(norm) and product.x == norm.out and product.outs == (router.logits,):
                 return NormedChoice(first, product, router)
+    return None
+
+
+def _spreading(parts: list[Fused | Shared | Summed]) -> Spreading | None:
+    match parts:
+        case [MatMul() as product, HyperPost() as post] if product.outs == (post.y,) and not any(product.biases):
+            if post.streams.buffer not in {product.x.buffer, post.y.buffer}:
+                return Spreading(product, post)
+        case [Shared() as shared, HyperPost() as post] if shared.experts.out == post.y:
+            if post.streams.buffer not in {shared.experts.x.buffer, post.y.buffer}:
+                return Spreading(shared, post)
     return None
 
 

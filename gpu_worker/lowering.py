@@ -32,6 +32,7 @@ from bloomery.gpu_worker.chains import (
     NormedExperts,
     NormedProduct,
     Shared,
+    Spreading,
     Summed,
     chained,
 )
@@ -139,7 +140,7 @@ class Lowering:
                     self._attention(op)
                 case FreshAttention():
                     lower_fresh(self, op)
-                case Shared() | Summed() | NormedProduct() | NormedExperts() | NormedChoice():
+                case Shared() | Summed() | Spreading() | NormedProduct() | NormedExperts() | NormedChoice():
                     lower_chain(self, op)
                 case _:
                     self._lower(op)

@@ -66,7 +66,8 @@ def test_chains_change_no_bit(name: str, rows: int, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", ("a", "b"))
 @pytest.mark.parametrize("rows", (1, 3))
 def test_chains_of_deepseek41_change_no_bit(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms in products, the choice of experts by a product's last block, shared experts: all buffers as before."""
+    """Norms in products, the choice of experts by a product's last block, shared experts, copies of a row made by the
+    kernels that their sum comes from: all buffers as before."""
     program = build_program(ModelFile.open(tiny41(name)))
     inside = {view.buffer for op in program.ops if isinstance(op, SwiGlu) for view in (op.gate, op.up, op.out)}
     inside |= {op.y.buffer for op in program.ops if isinstance(op, Add)}
@@ -82,7 +83,9 @@ def test_chains_of_deepseek41_change_no_bit(name: str, rows: int, monkeypatch: p
         layers = sum(isinstance(op, RoutedExperts) for op in program.ops)
         assert counted["normed_choice"] == (layers if lowering is Lowering else 0)
         assert counted["softplus_router"] == layers - counted["normed_choice"]
-        assert counted["swiglu"] == (0 if lowering is Lowering and rows == 1 else layers)
+        alone = lowering is Lowering and rows == 1
+        assert counted["swiglu"] == (0 if alone else layers)
+        assert counted["hyper_post"] == (0 if alone else 2 * layers) and bool(counted["spread_matmul"]) == alone
         found.append({name: card.read(View(name, 0, buffer.width), rows) for name, buffer in program.buffers.items()})
         found[-1] |= {area: values for area, values in card.areas.items() if area.startswith("cache ")}
         for ended in [area for area in card.areas if area.startswith("constant routers")]:

@@ -4,6 +4,7 @@
 #pragma once
 #include "hand_off.cuh"
 #include "router.cuh"
+#include "spread.cuh"
 #include "units.cuh"
 
 // The expert that every row takes, of the same types and widths as the routed ones; without `gate` (`down`) there is none. It is
@@ -205,14 +206,16 @@ DEVICE void close_item(const uint8_t* down, word outputs, uint8_t* hidden, word 
 // rows at a time (units.cuh). Dynamic shared memory: the warps' rings, if the type has them, the items' hidden rows as Q8_K (width
 // * 5 / 4 bytes), their sums (`outputs_each` of a block). The hidden rows are f32 and rounded by every block for itself; a row's items are
 // summed by ranks, as experts_sum does, then comes the host's part, the expert that every row takes (its matrix is `shared`), the
-// residual. If the host has part of the sums, a row's blocks are one more, the first of which brings them.
+// residual, or a hyper-connection that spreads the sum of one row. If the host has part of the sums, a row's blocks are one
+// more, the first of which brings them.
 extern "C" __global__ void __launch_bounds__(32 * MOST_USED)
     close_experts(const uint8_t* down, float* out, word out_stride, word outputs, const float* opened, word opened_stride,
                   const int* ids, word ids_stride, const float* mix, word mix_stride, word used, const int* slots,
-                  word width, word row_bytes, word outputs_each, const uint8_t* shared, Residual residual, Landing landing) {
+                  word width, word row_bytes, word outputs_each, const uint8_t* shared, Residual residual, Spread spread,
+                  Landing landing) {
     DYNAMIC_SHARED(uint8_t, memory);
     __shared__ int places[MOST_USED];
-    __shared__ float mixes[MOST_USED];
+    __shared__ float mixes[MOST_USED], coefficients[32];
     let_next_begin();
     if constexpr (Quant::FORM == FORM_Q8_K) {
         constexpr int RING = Units<Quant>::HAS ? 0 : ring_bytes<Quant>();
@@ -232,11 +235,13 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_USED)
             places[threadIdx.x] = slots[ids[row * ids_stride + threadIdx.x]];
             mixes[threadIdx.x] = mix[row * mix_stride + threadIdx.x];
         }
+        if (spread.out && threadIdx.x < 32) coefficients[threadIdx.x] = spread.coefficient();
         __syncthreads();
         const int slot = item < used ? places[item] : 0, own = threadIdx.x;  // an output whose residual is fetched before the products
         const int own_output = output_of(own);
-        float before = 0.0f;
+        float before = 0.0f, copies[MOST_SPREAD] = {};
         auto ready = [&] {
+            if (spread.out) spread.fetch(min(word(own_output), outputs - 1), copies);
             if (residual.plus && own < each && own_output < outputs)
                 before = residual.plus[row * residual.plus_stride + own_output];
         };
@@ -263,6 +268,11 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_USED)
                 if (i != own) before = residual.plus[row * residual.plus_stride + output];
                 residual.sum[row * residual.sum_stride + output] = before + total;
             }
+            if (!spread.out) continue;
+            if (i != own) spread.fetch(output, copies);
+            for (int k = 0; k < spread.copies; ++k)
+                spread.out[k * spread.out_copy + output] =
+                    spread.copy_of(k, total, copies, [&](int at) { return coefficients[at]; });
         }
     }
 }

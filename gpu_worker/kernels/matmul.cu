@@ -6,6 +6,7 @@
 #include "q8_k.cuh"
 #include "router.cuh"
 #include "softplus.cuh"
+#include "spread.cuh"
 #include "units.cuh"
 
 typedef QUANT Quant;
@@ -154,6 +155,43 @@ MATMUL(1)
 MATMUL(2)
 MATMUL(4)
 MATMUL(8)
+
+// One row's product whose result a hyper-connection spreads. Grid blocks of warps; see `matmul` and unit_matmul.
+extern "C" __global__ void __launch_bounds__(32 * WARPS, Units<Quant>::BLOCKS)
+    spread_matmul(const uint8_t* weights, float* out, word outputs, const uint8_t* values, const uint8_t* scales, word width,
+                  word row_bytes, Spread spread) {
+    DYNAMIC_SHARED(uint8_t, held);
+    let_next_begin();
+    if constexpr (Units<Quant>::HAS) {
+        const int wide = int(width), bits = row_bits(wide), mine = row_of_lane(wide), last = int(outputs) - 1;
+        const int place = threadIdx.x & ((1 << lane_bits(wide)) - 1);  // of a lane among those of its row: the copy it makes
+        const int first = threadIdx.x / 32 * gridDim.x + blockIdx.x, step = gridDim.x * WARPS;
+        const Activations x = {held, held + width, 0};
+        auto output_of = [&](int set) { return min((set << bits) + mine, last); };
+        float coefficient = 0.0f, copies[MOST_SPREAD];
+        auto ready = [&] {
+            await_previous();
+            copy_row<true>({values, scales, 0}, wide, held, threadIdx.x, blockDim.x);
+            coefficient = spread.coefficient();
+            spread.fetch(output_of(first), copies);
+            __syncthreads();
+        };
+        unit_products<Quant, 1, true>(
+            first, step, (int(outputs) + (1 << bits) - 1) >> bits, wide, 1,
+            [&](int set) { return row_at(weights, output_of(set), row_bytes); }, [&](int) { return x; }, ready,
+            [&](int set, int, float sum) {
+                const int output = output_of(set);
+                const bool there = (set << bits) + mine <= last;
+                if (set != first) spread.fetch(output, copies);
+                __syncwarp();  // all have read
+                const float made = spread.copy_of(place, sum, copies, [&](int i) {
+                    return __shfl_sync(~0u, coefficient, i & 31);
+                });
+                if (there && place < spread.copies) spread.out[place * spread.out_copy + output] = made;
+                if (there && place == 0) out[output] = sum;
+            });
+    }
+}
 
 // Grid (blocks of warps, items, jobs); item i = row * used + rank. The expert's matrix lies in slot slots[id] of its
 // tensor's memory; a slot below 0 is not on this card, and its products are 0. x is the row's, or the item's own.
