@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from bloomery.gpu_worker.chains import FreshAttention
+from bloomery.gpu_worker.chains import FreshAttention, read_later
 from bloomery.gpu_worker.fusions import Attended
 from bloomery.gpu_worker.launches import MAX_ROWS, CardContext, float_word
 from bloomery.gpu_worker.products import SUPER_TYPES, Activations, blocks
-from bloomery.runtime.program import Attention, Program, View, op_views
+from bloomery.runtime.program import Attention
 
 if TYPE_CHECKING:
     from bloomery.gpu_worker.lowering import Lowering
@@ -30,7 +30,7 @@ def lower_fresh(lowering: Lowering, op: FreshAttention) -> None:
     places = [lowering._heads(job.view) for job in jobs]
     aligned_value = (places[2][0] | 4 * places[2][2]) % 16 == 0
     alone = lowering._count(attention.q) == 1 and _by_cores(lowering.context, attention) and aligned_value
-    if not alone or any(_read_later(lowering.program, attention, job.view) for job in jobs):
+    if not alone or any(read_later(lowering.program, attention, job.view) for job in jobs):
         lowering.lower_each(op.run, op.attended)
         return
     rope = op.key.rope
@@ -45,18 +45,6 @@ def lower_fresh(lowering: Lowering, op: FreshAttention) -> None:
     words += [lowering.context.state(write.state).rows for write in (op.key.write, op.value.write)]
     lowering._forget({attention.out.buffer, *(job.view.buffer for job in jobs)})
     attend_and_round(lowering, op.attended, tuple(words))
-
-
-def _read_later(program: Program, op: Attention, view: View) -> bool:
-    """Whether an op after this one reads what the view holds now."""
-    at = next(i for i, each in enumerate(program.ops) if each is op)
-    for later in program.ops[at + 1 :]:
-        views = [(other, writes) for other, writes in op_views(later) if other.buffer == view.buffer]
-        if any(not writes and other.start < view.end and view.start < other.end for other, writes in views):
-            return True
-        if any(writes and other.start <= view.start and view.end <= other.end for other, writes in views):
-            return False
-    return False
 
 
 def _by_cores(context: CardContext, op: Attention) -> bool:

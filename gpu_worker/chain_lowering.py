@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from bloomery.gpu_worker.chains import NormedChoice, NormedExperts, NormedProduct, Shared, Spreading, Summed
+from bloomery.gpu_worker.chains import NormedChoice, NormedExperts, NormedProduct, Shared, Spreading, Summed, read_later
 from bloomery.gpu_worker.hand_off_lowering import landing, lower_receive, sending
 from bloomery.gpu_worker.launches import MAX_ROWS, float_word
 from bloomery.gpu_worker.lowering_deepseek4 import softplus_choice
@@ -274,8 +274,8 @@ def joined_always(lowering: Lowering, shared: Shared) -> bool:
         one.quant_type == other.quant_type and one.shape[:2] == other.shape[:2]
         for one, other in zip(routed, own, strict=True)
     )
-    between = {view.buffer for view in (*always.opened.outs, always.hidden.out, *always.closed.outs)}
-    return alike and lowering.unread(between, always.add)
+    between = (*always.opened.outs, always.hidden.out, *always.closed.outs)
+    return alike and not any(read_later(lowering.program, always.add, view) for view in between)
 
 
 def open_and_close(

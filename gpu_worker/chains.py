@@ -12,9 +12,21 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from bloomery.gpu_worker.fusions import AddNorm, Attended, HeadJob, HeadRun, Routed
-from bloomery.runtime.ops_deepseek4 import HyperPost, SoftplusRouter
+from bloomery.runtime.ops_deepseek4 import HyperPost, SoftplusRouter, WindowAttention
 from bloomery.runtime.ops_hand_off import HandOffReceive, HandOffSend
-from bloomery.runtime.program import Add, MatMul, Op, RmsNorm, RoutedExperts, SwiGlu
+from bloomery.runtime.program import (
+    Add,
+    HeadMatMul,
+    MatMul,
+    Op,
+    Program,
+    RmsNorm,
+    Rope,
+    RoutedExperts,
+    SwiGlu,
+    View,
+    op_views,
+)
 
 
 @dataclass(frozen=True)
@@ -76,6 +88,21 @@ class Spreading:
 
 
 @dataclass(frozen=True)
+class TurnedWindow:
+    """Attention over a window whose heads are turned back behind it, and the weight of the product of groups of heads
+    that takes the result ("" if none does next)."""
+
+    attention: WindowAttention
+    rope: Rope
+    into: View | None = None
+    reader: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.attention.name} & {self.rope.name}"
+
+
+@dataclass(frozen=True)
 class NormedProduct:
     """A norm and the products of its result."""
 
@@ -132,7 +159,9 @@ class FreshAttention:
 
 
 Fused = Op | AddNorm | HeadRun | Attended | Routed
-Chained = Fused | Shared | Summed | Spreading | NormedProduct | NormedExperts | NormedChoice | FreshAttention
+Chained = (
+    Fused | Shared | Summed | Spreading | TurnedWindow | NormedProduct | NormedExperts | NormedChoice | FreshAttention
+)
 
 
 def chained(ops: Iterable[Fused], joins: Callable[[Shared], bool] = lambda shared: False) -> Iterator[Chained]:
@@ -142,10 +171,10 @@ def chained(ops: Iterable[Fused], joins: Callable[[Shared], bool] = lambda share
     at = 0
     while at < len(parts):
         three, two = parts[at : at + 3], parts[at : at + 2]
-        taken = _experts(three) or _choice(three) or _product(two) or _fresh(two) or _spreading(two)
+        taken = _experts(three) or _choice(three) or _product(two) or _fresh(two) or _spreading(two) or _turned(three)
         if isinstance(taken, NormedExperts | NormedChoice):
             at += 2
-        elif isinstance(taken, NormedProduct | FreshAttention | Spreading):
+        elif isinstance(taken, NormedProduct | FreshAttention | Spreading | TurnedWindow):
             at += 1
         yield taken or parts[at]
         at += 1
@@ -272,6 +301,33 @@ def _spreading(parts: list[Fused | Shared | Summed]) -> Spreading | None:
     return None
 
 
+def _turned(parts: list[Fused | Shared | Summed]) -> TurnedWindow | None:
+    match parts:
+        case [WindowAttention(out=out) as attention, Rope(x=x) as rope, *rest] if x == rope.out:
+            within = out.start <= x.start and x.start + x.width <= out.start + out.width
+            turns = rope.pairs == "neighbours" and 2 * len(rope.frequencies) == x.width
+            if not turns or not within or (x.buffer, x.count, x.stride) != (out.buffer, out.count, out.stride):
+                return None
+            match rest:
+                case [HeadMatMul(x=into, weight=weight)] if into.contiguous and out.contiguous:
+                    if (into.buffer, into.start, into.elements) == (out.buffer, out.start, out.elements):
+                        return TurnedWindow(attention, rope, into, weight)
+            return TurnedWindow(attention, rope)
+    return None
+
+
 def _apart(norm: RmsNorm) -> bool:
     """Whether blocks may still read what is normed while one of them writes the result."""
     return norm.x.buffer != norm.out.buffer
+
+
+def read_later(program: Program, op: Op, view: View) -> bool:
+    """Whether an op after this one reads what the view holds now."""
+    at = next(i for i, each in enumerate(program.ops) if each is op)
+    for later in program.ops[at + 1 :]:
+        views = [(other, writes) for other, writes in op_views(later) if other.buffer == view.buffer]
+        if any(not writes and other.start < view.end and view.start < other.end for other, writes in views):
+            return True
+        if any(writes and other.start <= view.start and view.end <= other.end for other, writes in views):
+            return False
+    return False

@@ -34,12 +34,13 @@ from bloomery.gpu_worker.chains import (
     Shared,
     Spreading,
     Summed,
+    TurnedWindow,
     chained,
 )
 from bloomery.gpu_worker.fusions import MOST_JOBS, AddNorm, Attended, HeadRun, Routed, fused
 from bloomery.gpu_worker.hand_off_lowering import lower_hand_off
 from bloomery.gpu_worker.launches import MAX_ROWS, CardContext, KernelName, Launch, float_word
-from bloomery.gpu_worker.lowering_deepseek4 import lower_deepseek4
+from bloomery.gpu_worker.lowering_deepseek4 import lower_deepseek4, lower_turned
 from bloomery.gpu_worker.products import (
     FLOAT_TYPES,
     JOBS,
@@ -111,20 +112,6 @@ class Lowering:
         """The program's ops as they are launched together."""
         return chained(fused(self.program), lambda shared: joined_always(self, shared))
 
-    def unread(self, buffers: set[str], last: Op) -> bool:
-        """Whether nobody reads what these buffers hold once `last` is done: the first to touch each writes it."""
-        at = next(i for i, op in enumerate(self.program.ops) if op is last) + 1
-        left = set(buffers) - {self.program.logits, self.program.argmax, *self.program.reports}
-        if len(left) < len(buffers):
-            return False
-        for op in self.program.ops[at:]:
-            if any(view.buffer in left for view, writes in op_views(op) if not writes):
-                return False
-            left -= {view.buffer for view, writes in op_views(op) if writes}
-            if not left:
-                break
-        return True
-
     def lower_each(self, *parts: Chained) -> None:
         for op in parts:
             self.label = op.name
@@ -140,6 +127,8 @@ class Lowering:
                     self._attention(op)
                 case FreshAttention():
                     lower_fresh(self, op)
+                case TurnedWindow():
+                    lower_turned(self, op)
                 case Shared() | Summed() | Spreading() | NormedProduct() | NormedExperts() | NormedChoice():
                     lower_chain(self, op)
                 case _:

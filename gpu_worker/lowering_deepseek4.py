@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from bloomery.gpu_worker.launches import MAX_ROWS, float_word
-from bloomery.gpu_worker.products import USE_HOST, blocks
+from bloomery.gpu_worker.products import SUPER_TYPES, USE_HOST, blocks
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.ops_deepseek4 import (
     EngramGate,
@@ -31,6 +31,7 @@ from bloomery.runtime.ops_deepseek4 import (
 from bloomery.runtime.program import Op, View
 
 if TYPE_CHECKING:
+    from bloomery.gpu_worker.chains import TurnedWindow
     from bloomery.gpu_worker.lowering import Lowering
 
 _MOST_COPIES: Final = 8  # hyper.cu
@@ -48,6 +49,7 @@ _CORE_HEADS: Final = 16
 _SCORE_WIDTHS: Final = (64, 128)  # indexer_cores.cu
 _SCORE_KEYS: Final = 128
 _MOST_SCORE_HEADS: Final = 128
+NO_ENDING: Final = (0,) * 6
 _SCRATCH: Final = 128 << 20
 """Bytes of scratch by which the rows of a prompt block are cut in groups."""
 
@@ -90,7 +92,7 @@ def lower_deepseek4(lowering: Lowering, op: Op) -> None:
         case IndexRows():
             _index_rows(lowering, op)
         case WindowAttention():
-            _window_attention(lowering, op)
+            window_attention(lowering, op)
         case SoftplusRouter():
             _softplus_router(lowering, op)
         case _:
@@ -216,7 +218,8 @@ def _rows_each(lowering: Lowering, view: View, nbytes: int) -> int:
 
 
 # ---- attention
-def _window_attention(lowering: Lowering, op: WindowAttention) -> None:
+def window_attention(lowering: Lowering, op: WindowAttention, ending: tuple[int, ...] = NO_ENDING) -> None:
+    """`ending` is the Ending of window.cu, for a decode step's rows."""
     context, heads, width = lowering.context, op.q.count, op.q.width
     if op.block:
         raise _refuse(lowering, op, "of a block that sees itself has no card kernel yet")
@@ -248,8 +251,24 @@ def _window_attention(lowering: Lowering, op: WindowAttention) -> None:
         words = (slots + at, positions + at, q + at * q_row, q_row, q_head, *window, *_groups(lowering, op, at))
         sizes = (heads, *(() if on_cores else (width,)), float_word(op.scale), parts, extremes)
         lowering.emit(*kernel, (_TEAMS, blocks(heads, batch), rows), 256, *words, *sizes, shared=shared)
-        joined = (parts, extremes, sinks, heads, width, out + at * out_row, out_row, out_head)
+        joined = (parts, extremes, sinks, heads, width, out + at * out_row, out_row, out_head, *ending)
         lowering.emit("window", "join_window", (heads, rows), 256, *joined)
+
+
+def lower_turned(lowering: Lowering, chain: TurnedWindow) -> None:
+    """Attention whose parts' join turns the heads back and rounds them for the product that follows."""
+    op, rope, made = chain.attention, chain.rope, None
+    width, whole = op.out.width, chain.into
+    kind = lowering.program.weights[chain.reader].quant_type.name if chain.reader else ""
+    table = lowering._rope_table(rope)
+    lowering.label = chain.name
+    lowering.forget_written(op)
+    ending: tuple[int, ...] = (table, len(rope.frequencies), rope.x.start - op.out.start)
+    if whole is not None and kind in SUPER_TYPES and width % 256 == 0:
+        made = lowering._place("Q8_K", "activations:Q8_K", whole.elements, lowering._room(op.out))
+    window_attention(lowering, op, (*ending, *((made.values, made.scales, made.stride) if made else (0, 0, 0))))
+    if made and whole is not None:
+        lowering.formed["Q8_K"] = whole, made
 
 
 def _groups(lowering: Lowering, op: WindowAttention, at: int) -> tuple[int, ...]:

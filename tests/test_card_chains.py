@@ -78,7 +78,8 @@ def test_chains_of_deepseek41_change_no_bit(name: str, rows: int, monkeypatch: p
         for area in card.areas:
             if area.startswith("rows "):
                 card.areas[area][:] = 0
-        launches = card.run(rows_of(np.arange(7, 7 + rows), slot=1), block=False)
+        card.run(rows_of(np.arange(20, 27), slot=1), block=False)
+        launches = card.run(rows_of(np.arange(7, 7 + rows), slot=1, start=7), block=False)
         counted = Counter(launch.kernel.function for launch in launches)
         layers = sum(isinstance(op, RoutedExperts) for op in program.ops)
         assert counted["normed_choice"] == (layers if lowering is Lowering else 0)
@@ -86,6 +87,8 @@ def test_chains_of_deepseek41_change_no_bit(name: str, rows: int, monkeypatch: p
         alone = lowering is Lowering and rows == 1
         assert counted["swiglu"] == (0 if alone else layers)
         assert counted["hyper_post"] == (0 if alone else 2 * layers) and bool(counted["spread_matmul"]) == alone
+        turned_back = sum(launch.kernel.function == "rope" and "rope_back" in launch.label for launch in launches)
+        assert turned_back == (0 if lowering is Lowering else layers)
         found.append({name: card.read(View(name, 0, buffer.width), rows) for name, buffer in program.buffers.items()})
         found[-1] |= {area: values for area, values in card.areas.items() if area.startswith("cache ")}
         for ended in [area for area in card.areas if area.startswith("constant routers")]:

@@ -12,6 +12,7 @@ from emulated_card import run
 from numpy.typing import NDArray
 
 from bloomery.gpu_worker.launches import KernelName, Launch, float_word
+from bloomery.gpu_worker.lowering_deepseek4 import NO_ENDING
 
 pytestmark = pytest.mark.timeout(120)
 RING, SPAN, GROUPS, MOST = 80, 48, 200, 64
@@ -99,7 +100,7 @@ class Case:
         shared = (2 * 16 + 32) * width * 2 + 16 * 32 * 12
         grid = (16, -(-heads // 16), rows)
         run(Launch(KernelName("window_cores", f"window_cores_{width}"), grid, 256, words, "", shared))
-        words = (*joined, self.sinks.ctypes.data, heads, width, out.ctypes.data, heads * width, width)
+        words = (*joined, self.sinks.ctypes.data, heads, width, out.ctypes.data, heads * width, width, *NO_ENDING)
         run(Launch(KernelName("window", "join_window"), (heads, rows, 1), 256, words, ""))
         return out
 

@@ -3,6 +3,7 @@
 // The keys of a row, window first, are cut into splits of SPLIT. Team t takes the splits t, t + TEAMS, ..., keeping a
 // running greatest score; the teams are joined in ascending order with the head's sink. So a row's result depends on its
 // keys only, not on the grid. Queries and weights stay f32 whatever the cache.
+#include "q8_k.cuh"
 #include "windows.cuh"
 
 constexpr int SPLIT = 32;  // keys: a lane each
@@ -124,14 +125,26 @@ ATTEND_WINDOW(f16, __half, 2)
 ATTEND_WINDOW(f32_wide, float, 4)
 ATTEND_WINDOW(f16_wide, __half, 4)
 
+// What follows a head's result at once: pairs of neighbours from element `first` on turned by their row's angles (no table: none),
+// and the head as Q8_K where products take it so (no stride: none). Strides of Q8_K count bytes.
+struct Ending {
+    const float2* table;
+    word pairs, first;
+    uint8_t *values, *scales;
+    word q_stride;
+};
+
 // Grid (heads, rows), 256 threads.
 extern "C" __global__ void __launch_bounds__(256)
     join_window(const float* parts, const float2* extremes, const float* sinks, word heads, word width, float* out,
-                word out_row, word out_head) {
+                word out_row, word out_head, Ending ending) {
+    __shared__ __align__(16) float kept[4 * THREADS];
     begin();
     const int head = blockIdx.x, row = blockIdx.y;
     const word place = (row * heads + head) * TEAMS;
     float factors[TEAMS], top = sinks[head], total = 0.0f;
+    float2 angle = make_float2(1.0f, 0.0f);
+    if (ending.table && threadIdx.x < ending.pairs) angle = ending.table[row * ending.pairs + threadIdx.x];
 #pragma unroll
     for (int t = 0; t < TEAMS; ++t) top = fmaxf(top, extremes[place + t].x);
 #pragma unroll
@@ -147,6 +160,24 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
         for (int t = 0; t < TEAMS; ++t)
             if (factors[t] > 0.0f) sum = fmaf(parts[(place + t) * width + i], factors[t], sum);
-        out[i] = sum / total;
+        kept[i] = sum / total;
+    }
+    __syncthreads();
+    if (ending.table) {
+        if (threadIdx.x < ending.pairs) {
+            float* pair = kept + ending.first + 2 * threadIdx.x;
+            turn_pair(pair[0], pair[1], angle);
+        }
+        __syncthreads();
+    }
+    for (int i = threadIdx.x; i < width; i += 256) out[i] = kept[i];
+    if (!ending.q_stride) return;
+    const word from = row * ending.q_stride + head * width;
+    for (int first = int(threadIdx.x / 32) * 256; first < width; first += 8 * 256) {
+        const float4* source = reinterpret_cast<const float4*>(kept + first + 8 * (threadIdx.x & 31));
+        const float4 a = source[0], b = source[1];
+        const float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+        uint8_t* scales = ending.scales + row * ending.q_stride + (head * width + first) / 32 * 8;
+        write_q8_k(v, ending.values + from + first, scales);
     }
 }
