@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _NORM_THREADS: Final = 512
 _SCORERS: Final = 4  # warps of a block; matmul.cu
 _OPENERS, _OPENERS_EACH = 12, 2  # warps of a block, blocks that a multiprocessor is to have
-_MOST_OUTPUTS: Final = 32768
+_MOST_OUTPUTS: Final = 49152
 """Of a product that makes the norm: a head has so much to do that smaller blocks without a norm are faster."""
 _CLOSERS: Final = 2  # blocks of close_experts that a multiprocessor holds
 _LEAST_SHARED: Final = 96 << 10

@@ -75,7 +75,8 @@ class Routed:
 
 @dataclass
 class HeadJob:
-    """One view's way to attention: norm, rotation, cache, each at most once and in this order."""
+    """One view's way to attention: norm, rotation (of its heads, or of the end of its only one), cache, each at most
+    once and in this order."""
 
     view: View
     norm: RmsNorm | None = None
@@ -98,15 +99,19 @@ class HeadRun:
     def rope(self) -> Rope | None:
         return next((job.rope for job in self.jobs if job.rope), None)
 
-    def take(self, op: Op) -> bool:
-        """Adds an op to the run if it fits."""
+    def take(self, op: Op, ahead: Sequence[Op] = ()) -> bool:
+        """Adds an op to the run if it fits; `ahead` are those that follow it."""
         if not isinstance(op, RmsNorm | Rope | CacheWrite) or op.x.width > _WIDEST_HEAD:
             return False
         if not isinstance(op, CacheWrite) and op.out != op.x:
             return False
-        if isinstance(op, RmsNorm) and op.x.count == 1:
-            return False
+        if isinstance(op, RmsNorm) and op.x.count == 1:  # but for one that turns, too, AddNorm does more for them
+            turns = [later for later in ahead if isinstance(later, Rope) and _is_tail(later, op.x)]
+            if not turns:
+                return False
         job = next((job for job in self.jobs if job.view == op.x), None)
+        if job is None and isinstance(op, Rope):
+            job = next((job for job in self.jobs if _is_tail(op, job.view)), None)
         if job is None:
             if len(self.jobs) == MOST_JOBS or any(_overlap(job.view, op.x) for job in self.jobs):
                 return False
@@ -124,6 +129,13 @@ class HeadRun:
             self.jobs.append(job)
         self.names.append(op.name)
         return True
+
+
+def _is_tail(op: Rope, view: View) -> bool:
+    """Whether what turns, all of it, is the end of the view's only head."""
+    x = op.x
+    whole = x.count == view.count == 1 and 2 * len(op.frequencies) == x.width and op.out == x
+    return whole and x.buffer == view.buffer and view.start < x.start and x.end == view.end
 
 
 def _overlap(one: View, other: View) -> bool:
@@ -152,7 +164,7 @@ def fused(program: Program) -> Iterator[Op | AddNorm | HeadRun | Attended | Rout
     while at < len(ops):
         run = HeadRun()
         end = at
-        while end < len(ops) and run.take(ops[end]):
+        while end < len(ops) and run.take(ops[end], ops[end + 1 : end + 1 + MOST_JOBS]):
             end += 1
         if end > at + 1:
             yield run

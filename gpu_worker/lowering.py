@@ -280,7 +280,7 @@ class Lowering:
                 job.view.width,
                 weight,
                 epsilon,
-                int(bool(job.rope)),
+                1 + job.rope.x.start - job.view.start if job.rope else 0,
                 *state,
             ]
             self._forget({job.view.buffer})

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from card_stand import Bench, tensor
+from card_stand import Bench, expected, tensor
 from deepseek_data import tiny41
 from emulated_card import EmulatedCard
 from oracle_data import quantised_file
@@ -147,6 +147,37 @@ def test_attention_that_prepares_its_row(
             found.append([card.read(outs, 1), card.areas["cache keys"].copy(), card.areas["cache values"].copy()])
         for one, other in zip(*found, strict=True):
             assert np.array_equal(one, other)
+
+
+def test_a_head_whose_end_turns_goes_to_the_cache_in_one_launch() -> None:
+    """A latent: normed as a whole, its end turned, written; beside it queries of which the ends turn."""
+    generator = np.random.default_rng(3)
+    bench, width, turned, heads = Bench(), 192, 64, 3
+    q, latent = (
+        bench.input(name, generator.standard_normal((64, size), np.float32))
+        for name, size in (("q", heads * width), ("latent", width))
+    )
+    bench.states["keys"] = CacheState("keys", width)
+    bench.weights["norm"] = tensor("norm", (width,), "F32", 1 + generator.standard_normal(width, np.float32) / 8)
+    ends = [View(x.buffer, width - turned, turned, n, width if n > 1 else 0) for x, n in ((q, heads), (latent, 1))]
+    turn = tuple(1e4 ** (-2 * i / turned) for i in range(turned // 2))
+    ops: list[Op] = [RmsNorm("norm latent", latent, latent, "norm", 1e-6)]
+    ops += [Rope(f"turn {end.buffer}", end, end, turn, 1.0, "neighbours") for end in ends]
+    program = bench.program(*ops, CacheWrite("write", latent, "keys"))
+    rows = rows_of(np.arange(9, 14), slot=1, start=3)
+    card = EmulatedCard(program, cache_type="f32")
+    launches = card.run(rows, block=False)
+    assert [launch.kernel.function for launch in launches if "norm latent" in launch.label] == [
+        "rope_table",
+        "prepare_heads_f32",
+    ]
+    for view, wanted in zip((q, latent), expected(program, rows, q, latent, slots=2), strict=True):
+        found = card.read(view, 5)
+        assert np.abs(found - wanted).max() < 1e-6 * np.abs(wanted).max()
+    state = card.state("keys")
+    place = (state.address - card.areas["cache keys"].ctypes.data) // 4 + state.slot_stride + 3 * state.row_stride
+    kept = card.areas["cache keys"].view(np.float32)[place : place + 5 * width].reshape(5, width)
+    assert np.array_equal(kept, card.read(latent, 5)[:, 0])
 
 
 def test_what_is_chained() -> None:

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,10 +28,11 @@ from oracle_data import trained_file
 from running import evaluate, greedy, joined, rows_of
 
 from bloomery.gpu_worker.card_executor import CardExecutor
+from bloomery.gpu_worker.chains import Chained
 from bloomery.gpu_worker.engram_feed import EngramFeed
 from bloomery.gpu_worker.launches import Launch
-from bloomery.gpu_worker.lowering import lower
-from bloomery.gpu_worker.prompt_lowering import lower_prompt
+from bloomery.gpu_worker.lowering import Lowering, lower
+from bloomery.gpu_worker.prompt_lowering import _PromptLowering
 from bloomery.runtime.divergence import divergence
 from bloomery.runtime.engram_hash import histories
 from bloomery.runtime.engram_record import engram_tables
@@ -117,6 +118,18 @@ class OnCard:
         self._executor.card.stream.synchronize()
 
 
+class Alone(Lowering):
+    """Every op in launches of its own."""
+
+    def parts(self) -> Iterable[Chained]:
+        return self.program.ops
+
+
+class AloneInBlocks(_PromptLowering):
+    def parts(self) -> Iterable[Chained]:
+        return self.program.ops
+
+
 class Comparing(ReferenceExecutor):
     """A reference executor that, while `how` is set, has a card compute every op of `kinds` from the same inputs."""
 
@@ -130,9 +143,9 @@ class Comparing(ReferenceExecutor):
 
     def compare(self, rows: StepRows, how: str) -> None:
         """One step, compared as a decode step ("step") or as a prompt block ("block")."""
-        make: Callable[..., list[Launch]] = lower_prompt if how == "block" else lower
+        make = AloneInBlocks if how == "block" else Alone
         for _ in range(2):  # the first time sizes scratch
-            self._launches = make(self.program, self.card.memory, len(rows.tokens), len(rows.out_rows))
+            self._launches = make(self.program, self.card.memory, len(rows.tokens), len(rows.out_rows)).launches()
         self.card.record(rows, how == "block")
         self.how = how
         self.step(rows)

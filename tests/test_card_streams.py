@@ -135,9 +135,12 @@ def test_a_short_block_leaves_some_experts_to_the_host(monkeypatch: pytest.Monke
 def test_an_abort_ends_a_block_between_layers() -> None:
     with pool_of(NAME, 0.0) as pool:
         wanted = pool.step(rows_of(TOKENS[:BLOCK])).logits.copy()
-        for delay in (0.05, 0.6):
+        begun = time.monotonic()
+        pool.step(rows_of(TOKENS[:BLOCK]))
+        whole = time.monotonic() - begun
+        for part in (0.05, 0.35):
             begun = time.monotonic()
-            threading.Timer(delay, pool.abort).start()
+            threading.Timer(part * whole, pool.abort).start()
             with pytest.raises(StepAborted):
                 pool.step(rows_of(TOKENS[:BLOCK], slot=1))
             print(time.monotonic() - begun)

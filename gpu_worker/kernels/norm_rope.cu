@@ -75,7 +75,7 @@ struct HeadJob {
     word row_stride, head_stride, heads, width;
     const float* weight;  // null: no norm
     double epsilon;
-    word rotated;
+    word rotated;  // 0: not, else the element of a head that turns first and one more
     void* state;  // null: not written
     word slot_stride, state_stride, ring;
 };
@@ -105,9 +105,10 @@ DEVICE void prepare_heads(const HeadJobs& jobs, const float2* table, word pairs,
     }
     __syncthreads();
     if (job.rotated) {
+        float* turned = head + job.rotated - 1;
         for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
             const int first = halves ? i : 2 * i, second = halves ? i + int(pairs) : 2 * i + 1;
-            turn_pair(head[first], head[second], table[row * pairs + i]);
+            turn_pair(turned[first], turned[second], table[row * pairs + i]);
         }
         __syncthreads();
     }

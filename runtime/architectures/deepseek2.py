@@ -178,8 +178,7 @@ def project(b: ProgramBuilder, x: View, a: LatentAttention) -> tuple[View, View]
     if a.q_rank:
         q_a = b.buffer("q_a", a.q_rank)
         b.matmul(x, ("attn_q_a", q_a), ("attn_kv_a_mqa", kv_a))
-        b.norm("attn_q_a_norm", q_a, q_a)
-        b.matmul(q_a, ("attn_q_b", q))
+        b.matmul(b.norm("attn_q_a_norm", q_a, b.buffer("q_a_normed", a.q_rank)), ("attn_q_b", q))
     else:
         b.matmul(x, ("attn_q", q), ("attn_kv_a_mqa", kv_a))
     latent = heads(kv_a, 1, a.kv_rank)
