@@ -160,18 +160,18 @@ MATMUL(8)
 extern "C" __global__ void __launch_bounds__(32 * WARPS, Units<Quant>::BLOCKS)
     spread_matmul(const uint8_t* weights, float* out, word outputs, const uint8_t* values, const uint8_t* scales, word width,
                   word row_bytes, Spread spread) {
-    DYNAMIC_SHARED(uint8_t, held);
+    DYNAMIC_SHARED(uint8_t, rounded);
     let_next_begin();
     if constexpr (Units<Quant>::HAS) {
         const int wide = int(width), bits = row_bits(wide), mine = row_of_lane(wide), last = int(outputs) - 1;
         const int place = threadIdx.x & ((1 << lane_bits(wide)) - 1);  // of a lane among those of its row: the copy it makes
         const int first = threadIdx.x / 32 * gridDim.x + blockIdx.x, step = gridDim.x * WARPS;
-        const Activations x = {held, held + width, 0};
+        const Activations x = {rounded, rounded + width, 0};
         auto output_of = [&](int set) { return min((set << bits) + mine, last); };
         float coefficient = 0.0f, copies[MOST_SPREAD];
         auto ready = [&] {
             await_previous();
-            copy_row<true>({values, scales, 0}, wide, held, threadIdx.x, blockDim.x);
+            copy_row<true>({values, scales, 0}, wide, rounded, threadIdx.x, blockDim.x);
             coefficient = spread.coefficient();
             spread.fetch(output_of(first), copies);
             __syncthreads();
