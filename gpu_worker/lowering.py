@@ -39,6 +39,7 @@ from bloomery.gpu_worker.chains import (
 )
 from bloomery.gpu_worker.fusions import MOST_JOBS, AddNorm, Attended, HeadRun, Routed, fused
 from bloomery.gpu_worker.hand_off_lowering import lower_hand_off
+from bloomery.gpu_worker.hyper_lowering import HyperRead, lower_hyper_read, read_together
 from bloomery.gpu_worker.launches import MAX_ROWS, CardContext, KernelName, Launch, float_word
 from bloomery.gpu_worker.lowering_deepseek4 import lower_deepseek4, lower_turned
 from bloomery.gpu_worker.products import (
@@ -108,11 +109,11 @@ class Lowering:
         self.lower_each(*self.parts())
         return self.out
 
-    def parts(self) -> Iterable[Chained]:
+    def parts(self) -> Iterable[Chained | HyperRead]:
         """The program's ops as they are launched together."""
-        return chained(fused(self.program), lambda shared: joined_always(self, shared))
+        return read_together(chained(fused(self.program), lambda shared: joined_always(self, shared)))
 
-    def lower_each(self, *parts: Chained) -> None:
+    def lower_each(self, *parts: Chained | HyperRead) -> None:
         for op in parts:
             self.label = op.name
             match op:
@@ -131,6 +132,8 @@ class Lowering:
                     lower_turned(self, op)
                 case Shared() | Summed() | Spreading() | NormedProduct() | NormedExperts() | NormedChoice():
                     lower_chain(self, op)
+                case HyperRead():
+                    lower_hyper_read(self, op)
                 case _:
                     self._lower(op)
                     self.forget_written(op)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from bloomery.gpu_worker.chains import TurnedWindow
     from bloomery.gpu_worker.lowering import Lowering
 
-_MOST_COPIES: Final = 8  # hyper.cu
+MOST_COPIES: Final = 8  # hyper.cuh
 _KEYS: Final = 64  # indexer.cu
 _QUERY_HEADS: Final = 16
 _WALKERS_EACH: Final = 4
@@ -129,21 +129,26 @@ def _floats(lowering: Lowering, name: str) -> int:
 
 
 def _check_copies(op: Op, streams: View) -> None:
-    if streams.count > _MOST_COPIES:
+    if streams.count > MOST_COPIES:
         raise PlanError(
-            f"op {op.name}: {streams.count} residual copies, the card's kernels take {_MOST_COPIES}", USE_HOST
+            f"op {op.name}: {streams.count} residual copies, the card's kernels take {MOST_COPIES}", USE_HOST
         )
 
 
 # ---- hyper-connections
-def _hyper_mix(lowering: Lowering, op: HyperMix) -> None:
-    _check_copies(op, op.streams)
+def mix_words(lowering: Lowering, op: HyperMix) -> tuple[int, ...]:
+    """The Mixing of hyper.cuh."""
     words: tuple[int, ...] = (*lowering._row(op.streams), op.streams.elements)
     for view in (op.logits, op.pre, op.post, op.mixing):
         words += lowering._row(view) if view else (0, 0)
     weights = (lowering.context.weight(op.base)[0], lowering.context.weight(op.scale)[0])
     numbers = (op.streams.count, float_word(op.epsilon), float_word(op.hyper_epsilon), op.rounds)
-    lowering.emit("hyper", "hyper_mix", (lowering._count(op.pre),), 512, *words, *weights, *numbers)
+    return (*words, *weights, *numbers)
+
+
+def _hyper_mix(lowering: Lowering, op: HyperMix) -> None:
+    _check_copies(op, op.streams)
+    lowering.emit("hyper", "hyper_mix", (lowering._count(op.pre),), 512, *mix_words(lowering, op))
 
 
 # ---- engrams

@@ -421,6 +421,7 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS, 2)
 }
 
 #include "experts.cuh"
+#include "hyper_read.cuh"
 
 template <class Quant>
 DEVICE void embed_part(const uint8_t* row, int index, int width, float* out) {

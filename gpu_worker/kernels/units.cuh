@@ -31,7 +31,20 @@ struct Units {
     static constexpr int BLOCKS = 7;    // of matmul_1 that a multiprocessor is to hold; `blocks_each` of products.py
     static constexpr int RESIDENT = 2;  // of 512 threads likewise
     static constexpr int AHEAD = 2;     // units of a lane on their way where few rows are short
+    static constexpr int TERMS = 1;     // of a unit
 };
+
+// What a unit adds to its lane's sum: scale * sum, `scale` rounded, the product and the sum rounded once.
+struct Term {
+    float scale;
+    int sum;  // below 2^30
+};
+template <int N>
+DEVICE float add_terms(const Term (&terms)[N], float total) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) total = __fmaf_rn(terms[i].scale, float(terms[i].sum), total);
+    return total;
+}
 
 DEVICE int dot16(uint4 q, int4 x, int sum) {
     return __dp4a(int(q.w), x.w, __dp4a(int(q.z), x.z, __dp4a(int(q.y), x.y, __dp4a(int(q.x), x.x, sum))));
@@ -41,7 +54,7 @@ DEVICE int dot16(uint4 q, int4 x, int sum) {
 template <>
 struct Units<Q4_K> {
     static constexpr bool HAS = true;
-    static constexpr int BLOCKS = 5, RESIDENT = 2, AHEAD = 3;
+    static constexpr int BLOCKS = 5, RESIDENT = 2, AHEAD = 3, TERMS = 2;
     struct Raw {
         uint4 head, first, second;
     };
@@ -85,7 +98,7 @@ struct Units<Q4_K> {
         x.scales = *reinterpret_cast<const int4*>(scales + 16 * unit);
         return x;
     }
-    DEVICE static float dot(const Weights& w, const Part& x, float total) {
+    DEVICE static void terms(const Weights& w, const Part& x, Term (&terms)[TERMS]) {
         const int low = dot16(w.low[1], x.run[1], dot16(w.low[0], x.run[0], 0));
         int high = 0;
 #pragma unroll
@@ -96,8 +109,7 @@ struct Units<Q4_K> {
         const int sum = w.scale[0] * low + w.scale[1] * (high >> 4);
         const int least = __dp2a_lo(x.scales.y, int(w.minima), __dp2a_hi(x.scales.w, int(w.minima), 0));
         const float dx = __int_as_float(x.scales.x);
-        total = __fmaf_rn(__fmul_rn(w.d, dx), float(sum), total);
-        return __fmaf_rn(-__fmul_rn(w.dmin, dx), float(least), total);
+        terms[0] = {__fmul_rn(w.d, dx), sum}, terms[1] = {-__fmul_rn(w.dmin, dx), least};
     }
 };
 
@@ -106,7 +118,7 @@ struct Units<Q4_K> {
 template <>
 struct Units<Q6_K> {
     static constexpr bool HAS = true;
-    static constexpr int BLOCKS = 4, RESIDENT = 1, AHEAD = 2;
+    static constexpr int BLOCKS = 4, RESIDENT = 1, AHEAD = 2, TERMS = 1;
     struct Raw {
         uint4 around[3][2];
         uint32_t scales[3];
@@ -181,11 +193,11 @@ struct Units<Q6_K> {
         for (int k = 0; k < 4; ++k) x.sum[k] = i ? sums[k] >> 16 : int(short(sums[k] & 0xffff));
         return x;
     }
-    DEVICE static float dot(const Weights& w, const Part& x, float total) {
+    DEVICE static void terms(const Weights& w, const Part& x, Term (&terms)[TERMS]) {
         int sum = 0;
 #pragma unroll
         for (int k = 0; k < 4; ++k) sum += w.scale[k] * dot16(w.run[k], x.run[k], -Q6_K::OFFSET * x.sum[k]);
-        return __fmaf_rn(__fmul_rn(w.d, x.d), float(sum), total);
+        terms[0] = {__fmul_rn(w.d, x.d), sum};
     }
 };
 
@@ -198,7 +210,7 @@ struct Units<Q6_K> {
 template <>
 struct Units<Q3_K> {
     static constexpr bool HAS = true;
-    static constexpr int BLOCKS = 7, RESIDENT = 2, AHEAD = 3;
+    static constexpr int BLOCKS = 7, RESIDENT = 2, AHEAD = 3, TERMS = 1;
     struct Raw {
         uint32_t low[5], high[5], scales[4];
         uint32_t shift;  // bits of the first word before the block
@@ -272,12 +284,12 @@ struct Units<Q3_K> {
         sum = dot_unsigned(w.low[0] & LOW, x.x, sum), sum = dot_unsigned(w.low[1] & LOW, x.y, sum);
         return dot_unsigned(w.low[3] & LOW, x.w, dot_unsigned(w.low[2] & LOW, x.z, sum));
     }
-    DEVICE static float dot(const Weights& w, const Part& x, float total) {
+    DEVICE static void terms(const Weights& w, const Part& x, Term (&terms)[TERMS]) {
         // A run's sum fits 16 bits: at most 16 * 4 * 128.
         const uint32_t first = __byte_perm(run_of<0>(w, x.run[0]), run_of<1>(w, x.run[1]) >> 2, 0x5410);
         const uint32_t last = __byte_perm(run_of<2>(w, x.run[2]) >> 4, run_of<3>(w, x.run[3]) >> 6, 0x5410);
         const int sum = __dp2a_hi(int(last), w.scales, __dp2a_lo(int(first), w.scales, 0));
-        return __fmaf_rn(__fmul_rn(w.d, x.d), float(sum), total);
+        terms[0] = {__fmul_rn(w.d, x.d), sum};
     }
 };
 
@@ -315,7 +327,9 @@ DEVICE void unit_products(int first, int step, int end, int width, int rows, Fro
 #pragma unroll
             for (int r = 0; r < NR; ++r) {
                 const word at = NR == 1 ? 0 : x.stride * (r < rows ? r : rows - 1);
-                total[r] = U::dot(w, U::template part<SWIZZLED>(x.values + at, x.scales + at, unit), total[r]);
+                Term terms[U::TERMS];
+                U::terms(w, U::template part<SWIZZLED>(x.values + at, x.scales + at, unit), terms);
+                total[r] = add_terms(terms, total[r]);
             }
         }
         if (unit < last) {

@@ -348,6 +348,10 @@ inline long long now() {
     return time.tv_sec * 1000000000ll + time.tv_nsec;
 }
 
+// ---- hyper_read.cuh
+inline void tell(long long* at, long long value) { __atomic_store_n(at, value, __ATOMIC_RELAXED); }
+inline long long heard(const long long* at) { return __atomic_load_n(at, __ATOMIC_RELAXED); }
+
 // ---- machine.cuh
 inline void let_next_begin() {}
 inline void await_previous() {}
