@@ -37,7 +37,10 @@ if TYPE_CHECKING:
 
 _NORM_THREADS: Final = 512
 _SCORERS: Final = 4  # warps of a block; matmul.cu
-_OPENERS, _OPENERS_EACH = 12, 2  # warps of a block, blocks that a multiprocessor is to have
+_OPENERS: Final = range(8, 17)  # warps that a block of open_experts may have
+_OPENERS_EACH: Final = 2  # blocks that a multiprocessor is to have
+_UNEVEN: Final = 1.06
+"""How much more than the least of its warps' turns a block may have, if it has more warps for it."""
 _MOST_OUTPUTS: Final = 49152
 """Of a product that makes the norm: a head has so much to do that smaller blocks without a norm are faster."""
 _CLOSERS: Final = 2  # blocks of close_experts that a multiprocessor holds
@@ -296,7 +299,8 @@ def open_and_close(
     sends, lands = int(shared.send is not None), int(shared.receive is not None)
     most = max(1, _OPENERS_EACH * lowering.context.multiprocessors // max(1, rows * items) - sends)
     sets = blocks(2 * hidden, max(2, rows_of_warp(kind, inputs)))
-    grid = (min(blocks(sets, _OPENERS), most) + sends, items, rows)
+    openers = _warps_of_block(sets, most)
+    grid = (min(blocks(sets, openers), most) + sends, items, rows)
     places = (gate, up, opened, hidden, hidden, x.values, x.scales, x.stride)
     words = (
         *places,
@@ -311,8 +315,8 @@ def open_and_close(
         *scored,
     )
     words = (*words, *sending(lowering, shared.send))
-    memory = _OPENERS * ring_bytes(lowering.program.weights[op.gate].quant_type) + inputs // 4 * 5
-    lowering.emit("matmul", "open_experts", grid, 32 * _OPENERS, *words, kind=kind, shared=memory)
+    memory = openers * ring_bytes(lowering.program.weights[op.gate].quant_type) + inputs // 4 * 5
+    lowering.emit("matmul", "open_experts", grid, 32 * openers, *words, kind=kind, shared=memory)
     down, kind, row_bytes = lowering._weight(op.down, hidden, outputs, experts)
     together = rows_of_warp(kind, hidden)
     sets = blocks(outputs, together)
@@ -326,6 +330,13 @@ def open_and_close(
     own = lowering._weight(always.closed.weights[0], hidden, outputs)[0] if always else 0
     words = (*words, each, own, *residual(lowering, add), *_spread(lowering, post), *landing(lowering, shared.receive))
     lowering.emit("matmul", "close_experts", (closers + lands, rows), 32 * items, *words, kind=kind, shared=memory)
+
+
+def _warps_of_block(sets: int, most: int) -> int:
+    """Of a block of open_experts, `most` of which share the sets of an item: so many that few wait for the last ones.
+    More warps hide more of the way to memory."""
+    turns = {warps: blocks(sets, warps * most) * warps for warps in _OPENERS}
+    return max(warps for warps, all_of in turns.items() if all_of <= _UNEVEN * min(turns.values()))
 
 
 def _opened(lowering: Lowering, shared: Shared) -> tuple[int, ...]:

@@ -100,7 +100,11 @@ def rows_of_warp(kind: str, width: int) -> int:
     if kind not in UNIT_TYPES:
         return 1 if kind in FLOAT_TYPES else 2
     units = width // _UNIT
-    return next(rows for least, rows in ((64, 1), (32, 2), (16, 4), (0, 8)) if units >= least)
+    for bits in (5, 4, 3):
+        lanes = blocks(units, 1 << bits) << bits
+        if units > 1 << bits and 8 * lanes <= 9 * units:
+            return 32 >> bits
+    return 8
 
 
 def blocks_each(kind: str) -> int:

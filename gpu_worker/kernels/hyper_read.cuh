@@ -87,7 +87,7 @@ DEVICE void tell_terms(const uint8_t* weights, word row_bytes, int logits, const
     const int logit = threadIdx.x / CHUNK_UNITS;
     const bool mine = logit < logits && unit < words.units;
     typename U::Raw raw;
-    if (mine) U::fetch(row_at(weights, logit, row_bytes), unit, raw);
+    if (mine) U::fetch(row_at(weights, logit, row_bytes) + unit / 4 * Quant::BYTES, unit & 3, raw);
     await_previous();
     const int first = CHUNK * int(blockIdx.x) + 256 * warp;
     if (256 * warp < CHUNK && first < mix.elements) {
@@ -97,12 +97,12 @@ DEVICE void tell_terms(const uint8_t* weights, word row_bytes, int logits, const
         write_q8_k<true>(v, rounded + 256 * warp, rounded + CHUNK + 64 * warp, warp);
     }
     __syncthreads();
-    if (2 * warp < logits) U::share(raw);
+    if (2 * warp < logits) U::share(raw, own & 3);
     if (mine) {
         typename U::Weights w;
-        U::decode(raw, own, w);
+        U::decode(raw, own & 3, w);
         Term terms[U::TERMS];
-        U::terms(w, U::template part<true>(rounded, rounded + CHUNK, own), terms);
+        U::terms(w, U::part(rounded, rounded + CHUNK, U::template place<true>(own)), terms);
 #pragma unroll
         for (int t = 0; t < U::TERMS; ++t)
             tell(words.terms_of(logit) + t * words.units + unit, word_of(terms[t].scale, 2 * terms[t].sum + 1));
@@ -113,7 +113,7 @@ DEVICE void tell_terms(const uint8_t* weights, word row_bytes, int logits, const
 // A logit from its terms, as unit_products sums them; in the first lane. `only`: nobody else reads them. By all lanes of a warp.
 template <class Quant>
 DEVICE float await_logit(const ReadWords& words, int logit, bool only) {
-    constexpr int TERMS = Units<Quant>::TERMS, AT_ONCE = 10 / TERMS;  // units of a lane whose terms are asked for together
+    constexpr int TERMS = Units<Quant>::TERMS, AT_ONCE = 8 / TERMS;  // units of a lane whose terms are asked for together
     const int units = words.units, lanes = 1 << lane_bits(units * UNIT), lane = threadIdx.x & 31;
     word* from = words.terms_of(logit);
     float total = 0.0f;

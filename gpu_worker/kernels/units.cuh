@@ -1,9 +1,13 @@
 // Products with weights of Q3_K, Q4_K and Q6_K, straight from the card's memory to registers: a lane takes 64 weights of a row
 // at a time ("a unit": four runs of 16 of a block), so that a block's scales are taken apart once for them.
 //
-// A row has 4 to 32 lanes, so many that each has at least two units from 512 elements on; a warp has 1, 2, 4 or 8 rows at a time. Lane l of a row has the
-// units l, l + lanes, ...; lanes are summed at the row's end by a butterfly. The order of the sum depends on the row's
-// length only, neither on the number of activation rows nor on which warp works. See products.cuh for the other types.
+// A row has 4 to 32 lanes, so that a warp has 8, 4, 2 or 1 rows at a time: as many as have at least two units each and of which
+// few are without one in the last turn. Lane l of a row has the units l, l + lanes, ...: always the same quarter of a block.
+// Lanes are summed at the row's end by a butterfly. The order of the sum depends on the row's length only, neither on the
+// number of activation rows nor on which warp works. See products.cuh for the other types.
+//
+// The loop over units is bound by how many instructions it has, so that whatever changes by a constant from unit to unit is added
+// to, and whatever does not change is a lane's own.
 #pragma once
 #include "products.cuh"
 #include "q8_k.cuh"
@@ -13,7 +17,11 @@ constexpr int UNIT = 64;
 // Lanes that share a row of so many elements, as a power of two. `rows_of_warp` of products.py knows the same.
 DEVICE int lane_bits(int width) {
     const int units = width / UNIT;
-    return units >= 64 ? 5 : units >= 32 ? 4 : units >= 16 ? 3 : 2;
+    for (int bits = 5; bits > 2; --bits) {
+        const int turns = (units + (1 << bits) - 1) >> bits;
+        if (turns > 1 && 8 * (turns << bits) <= 9 * units) return bits;
+    }
+    return 2;
 }
 // Rows that a warp has at a time, as a power of two; which of them a lane's is, and whether the lane is its first.
 DEVICE int row_bits(int width) { return 5 - lane_bits(width); }
@@ -46,6 +54,11 @@ DEVICE float add_terms(const Term (&terms)[N], float total) {
     return total;
 }
 
+// Where the first of the four runs of unit 2h + i lies, which are every second piece of a half block: the next is 32 bytes to
+// either side, and two more 64 bytes behind these, also where pieces are swizzled.
+template <bool SWIZZLED>
+DEVICE int place_of_run(int unit) { return place_of_piece<SWIZZLED>(8 * (unit >> 1) + (unit & 1)); }
+
 DEVICE int dot16(uint4 q, int4 x, int sum) {
     return __dp4a(int(q.w), x.w, __dp4a(int(q.z), x.z, __dp4a(int(q.y), x.y, __dp4a(int(q.x), x.x, sum))));
 }
@@ -68,34 +81,35 @@ struct Units<Q4_K> {
         int4 run[4];
         int4 scales;
     };
-    DEVICE static void fetch(const uint8_t* row, int unit, Raw& raw) {
-        const uint8_t* block = row + unit / 4 * Q4_K::BYTES;
-        const uint4* quants = reinterpret_cast<const uint4*>(block + 16 + 32 * (unit & 3));
+    DEVICE static void fetch(const uint8_t* block, int quarter, Raw& raw) {
+        const uint4* quants = reinterpret_cast<const uint4*>(block + 16 + 32 * quarter);
         raw.first = __ldcs(quants), raw.second = __ldcs(quants + 1);
         raw.head = __ldcs(reinterpret_cast<const uint4*>(block));
     }
-    DEVICE static void share(Raw&) {}
+    DEVICE static void share(Raw&, int) {}
     DEVICE static uint4 both(uint4 x, uint32_t mask) {
         return make_uint4(x.x & mask, x.y & mask, x.z & mask, x.w & mask);
     }
-    DEVICE static void decode(const Raw& raw, int unit, Weights& w) {
+    DEVICE static void decode(const Raw& raw, int quarter, Weights& w) {
         const uint32_t a = raw.head.y, b = raw.head.z, c = raw.head.w;
-        const bool upper = unit & 2;
+        const bool upper = quarter & 2;
         const uint32_t scales = upper ? (c & 0x0f0f0f0fu) | ((a >> 2) & 0x30303030u) : a & 0x3f3f3f3fu;
         const uint32_t minima = upper ? ((c >> 4) & 0x0f0f0f0fu) | ((b >> 2) & 0x30303030u) : b & 0x3f3f3f3fu;
-        const int shift = 16 * (unit & 1);
+        const int shift = 16 * (quarter & 1);
         w.scale[0] = int((scales >> shift) & 255u), w.scale[1] = int((scales >> shift) >> 8 & 255u);
         w.minima = __byte_perm(minima >> shift, 0, 0x1100);
         w.d = half_bits(uint16_t(raw.head.x)), w.dmin = half_bits(uint16_t(raw.head.x >> 16));
         w.low[0] = both(raw.first, 0x0f0f0f0fu), w.low[1] = both(raw.second, 0x0f0f0f0fu);
         w.high[0] = both(raw.first, 0xf0f0f0f0u), w.high[1] = both(raw.second, 0xf0f0f0f0u);
     }
+    // Where the first of its pieces is, and how to the others: they lie around it within 64 bytes.
     template <bool SWIZZLED>
-    DEVICE static Part part(const uint8_t* values, const uint8_t* scales, int unit) {
+    DEVICE static int place(int unit) { return 64 * unit + (SWIZZLED ? 16 * (unit >> 1 & 3) : 0); }
+    DEVICE static Part part(const uint8_t* values, const uint8_t* scales, int place) {
         Part x;
 #pragma unroll
-        for (int k = 0; k < 4; ++k) x.run[k] = piece_of<SWIZZLED>(values, 4 * unit + k);
-        x.scales = *reinterpret_cast<const int4*>(scales + 16 * unit);
+        for (int k = 0; k < 4; ++k) x.run[k] = *reinterpret_cast<const int4*>(values + (place ^ 16 * k));
+        x.scales = *reinterpret_cast<const int4*>(scales + (place >> 6) * 16);
         return x;
     }
     DEVICE static void terms(const Weights& w, const Part& x, Term (&terms)[TERMS]) {
@@ -134,9 +148,8 @@ struct Units<Q6_K> {
         int sum[4];
         float d;
     };
-    DEVICE static void fetch(const uint8_t* row, int unit, Raw& raw) {
-        const uint8_t* block = row + unit / 4 * Q6_K::BYTES;
-        const int half = unit >> 1 & 1, i = unit & 1;
+    DEVICE static void fetch(const uint8_t* block, int quarter, Raw& raw) {
+        const int half = quarter >> 1, i = quarter & 1;
         raw.shift = uint32_t(reinterpret_cast<uintptr_t>(block) & 15);
         const uint8_t* before = block - raw.shift;
         const uint4* low = reinterpret_cast<const uint4*>(before + 64 * half + 16 * i);
@@ -150,7 +163,7 @@ struct Units<Q6_K> {
         raw.scales[0] = words[0], raw.scales[1] = words[1], raw.scales[2] = words[odd ? 2 : 1];
         raw.d = *reinterpret_cast<const uint16_t*>(block + 208);
     }
-    DEVICE static void share(Raw&) {}
+    DEVICE static void share(Raw&, int) {}
     // 16 bytes that begin `shift` (even) bytes into 32.
     DEVICE static uint4 shifted(const uint4 (&around)[2], uint32_t shift) {
         uint32_t v[8] = {around[0].x, around[0].y, around[0].z, around[0].w,
@@ -163,7 +176,7 @@ struct Units<Q6_K> {
         return make_uint4(__funnelshift_r(v[0], v[1], bits), __funnelshift_r(v[1], v[2], bits),
                           __funnelshift_r(v[2], v[3], bits), __funnelshift_r(v[3], v[4], bits));
     }
-    DEVICE static void decode(const Raw& raw, int unit, Weights& w) {
+    DEVICE static void decode(const Raw& raw, int quarter, Weights& w) {
         const uint4 a = shifted(raw.around[0], raw.shift), b = shifted(raw.around[1], raw.shift);
         const uint4 q = shifted(raw.around[2], raw.shift);
 #define RUNS(C)                                                                                                        \
@@ -173,19 +186,21 @@ struct Units<Q6_K> {
     w.run[3].C = ((b.C >> 4) & 0x0f0f0f0fu) | ((q.C >> 2) & 0x30303030u);
         RUNS(x) RUNS(y) RUNS(z) RUNS(w)
 #undef RUNS
-        const uint32_t bits = 8 * (raw.shift & 2), byte = 8 * (unit & 1);
+        const uint32_t bits = 8 * (raw.shift & 2), byte = 8 * (quarter & 1);
         const uint32_t first = __funnelshift_r(raw.scales[0], raw.scales[1], bits) >> byte;
         const uint32_t last = __funnelshift_r(raw.scales[1], raw.scales[2], bits) >> byte;
         w.scale[0] = int8_t(first), w.scale[1] = int8_t(first >> 16), w.scale[2] = int8_t(last), w.scale[3] = int8_t(last >> 16);
         w.d = half_bits(uint16_t(raw.d));
     }
     template <bool SWIZZLED>
-    DEVICE static Part part(const uint8_t* values, const uint8_t* scales, int unit) {
+    DEVICE static int place(int unit) { return place_of_run<SWIZZLED>(unit); }
+    DEVICE static Part part(const uint8_t* values, const uint8_t* scales, int place) {
         Part x;
-        const int i = unit & 1, first = unit / 2 * 8;  // run of the half's first 16 values
-#pragma unroll
-        for (int k = 0; k < 4; ++k) x.run[k] = piece_of<SWIZZLED>(values, first + i + 2 * k);
-        const int4* groups = reinterpret_cast<const int4*>(scales + 4 * first);
+        const int i = threadIdx.x & 1, odd = place ^ 32;
+        x.run[0] = *reinterpret_cast<const int4*>(values + place), x.run[1] = *reinterpret_cast<const int4*>(values + odd);
+        x.run[2] = *reinterpret_cast<const int4*>(values + place + 64);
+        x.run[3] = *reinterpret_cast<const int4*>(values + odd + 64);
+        const int4* groups = reinterpret_cast<const int4*>(scales + (place >> 7) * 32);
         const int4 a = groups[0], b = groups[1];
         x.d = __int_as_float(a.x);
         const int sums[4] = {a.y, a.w, b.y, b.w};
@@ -224,20 +239,18 @@ struct Units<Q3_K> {
         int4 run[4];
         float d;
     };
-    DEVICE static void fetch(const uint8_t* row, int unit, Raw& raw) {
-        const uint8_t* block = row + uint32_t(unit) / 4 * Q3_K::BYTES;
+    DEVICE static void fetch(const uint8_t* block, int quarter, Raw& raw) {
         const uint32_t odd = uint32_t(reinterpret_cast<uintptr_t>(block)) & 2;
         raw.shift = 8 * odd;
         const uint32_t* words = reinterpret_cast<const uint32_t*>(block - odd);
-        const uint32_t *low = words + 8 + 4 * (unit & 3), *high = words + 4 * (unit & 1) + (unit & 2);
+        const uint32_t *low = words + 8 + 4 * quarter, *high = words + 4 * (quarter & 1) + (quarter & 2);
 #pragma unroll
         for (int k = 0; k < 4; ++k) raw.low[k] = low[k];
         raw.high[0] = high[0], raw.high[1] = high[1];
-        raw.scales[0] = words[24 + (unit & 3)];
+        raw.scales[0] = words[24 + quarter];
     }
     // Unit u of a row is a lane's of which the number ends in the same two bits.
-    DEVICE static void share(Raw& raw) {
-        const int j = threadIdx.x & 3;
+    DEVICE static void share(Raw& raw, int j) {
         const uint32_t scales = raw.scales[0], high[2] = {raw.high[0], raw.high[1]};
         raw.low[4] = __shfl_sync(~0u, j ? raw.low[0] : scales, j + 1, 4);
         raw.high[4] = __shfl_sync(~0u, j ? high[0] : raw.low[0], ~j & 1, 4);
@@ -246,8 +259,8 @@ struct Units<Q3_K> {
 #pragma unroll
         for (int k = 0; k < 4; ++k) raw.scales[k] = __shfl_sync(~0u, scales, k, 4);  // the last has d
     }
-    DEVICE static void decode(const Raw& raw, int unit, Weights& w) {
-        const uint32_t half = raw.shift + 4 * (unit >> 1 & 1), mine = half + 8 * (unit & 1);
+    DEVICE static void decode(const Raw& raw, int quarter, Weights& w) {
+        const uint32_t half = raw.shift + 4 * (quarter >> 1), mine = half + 8 * (quarter & 1);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             w.low[k] = __funnelshift_r(raw.low[k], raw.low[k + 1], raw.shift);
@@ -263,13 +276,13 @@ struct Units<Q3_K> {
         w.d = half_bits(uint16_t(raw.scales[3] >> raw.shift));
     }
     template <bool SWIZZLED>
-    DEVICE static Part part(const uint8_t* values, const uint8_t* scales, int unit) {
+    DEVICE static int place(int unit) { return place_of_run<SWIZZLED>(unit); }
+    DEVICE static Part part(const uint8_t* values, const uint8_t* scales, int place) {
         Part x;
-        const int half = unit >> 1, place = place_of_piece<SWIZZLED>(8 * half + (unit & 1));
         const int4* even = reinterpret_cast<const int4*>(values + place);
-        const int4* odd = reinterpret_cast<const int4*>(values + (place ^ 32));  // also where pieces are swizzled
+        const int4* odd = reinterpret_cast<const int4*>(values + (place ^ 32));
         x.run[0] = even[0], x.run[1] = odd[0], x.run[2] = even[4], x.run[3] = odd[4];
-        x.d = *reinterpret_cast<const float*>(scales + 32 * half);
+        x.d = *reinterpret_cast<const float*>(scales + (place >> 7) * 32);
         return x;
     }
     // 4 to the power of T times the sum of run T.
@@ -295,54 +308,59 @@ struct Units<Q3_K> {
 
 // emit(set, row, sum) for the activation rows of the sets first, first + step, ... below `end`, called by all lanes with the
 // sum of their weight row, which begins at from(set), by the activations x_at(set). `ready` is called once, before
-// activations are read; weights are read before it. All lanes of a warp share what they read, then each takes its own. DEPTH units of a lane are on their way.
-template <class Quant, int NR, bool SWIZZLED, int DEPTH = 2, class From, class XAt, class Ready, class Emit>
-DEVICE void unit_products(int first, int step, int end, int width, int rows, From from, XAt x_at, Ready ready, Emit emit) {
+// activations are read; weights are read before it. All lanes of a warp share what they read, then each takes its own. DEPTH
+// units of a lane are on their way. BITS: lane_bits(width), or 0.
+template <class Quant, int NR, bool SWIZZLED, int DEPTH, int BITS, class From, class XAt, class Ready, class Emit>
+DEVICE void unit_products_of(int first, int step, int end, int width, int rows, From from, XAt x_at, Ready ready, Emit emit) {
     typedef Units<Quant> U;
-    const int bits = lane_bits(width), lanes = 1 << bits, lane = threadIdx.x & (lanes - 1), units = width / UNIT;
-    const int last = ((units + lanes - 1) & -lanes) - lanes;  // where the first lane's last unit is
+    const int bits = BITS ? BITS : lane_bits(width), lanes = 1 << bits, lane = threadIdx.x & (lanes - 1), quarter = lane & 3;
+    const int units = width / UNIT, turns = (units + lanes - 1) >> bits;
+    const bool in_last = lane < units - (turns - 1) * lanes;  // whether the lane has a unit in a row's last turn
+    const int step_bytes = lanes / 4 * Quant::BYTES, step_place = UNIT * lanes;
+    const int flip = SWIZZLED && lanes == 4 ? 32 : 0;  // four units further the pieces are swizzled otherwise
 
-    int fetch_set = first, fetch_unit = lane;
+    int fetch_set = first, fetch_left = turns;
     const uint8_t* source = nullptr;
     auto fetch = [&](typename U::Raw& raw) {
         if (fetch_set >= end) return;
-        if (fetch_unit < lanes) source = from(fetch_set);
-        if (fetch_unit < units) U::fetch(source, fetch_unit, raw);
-        if (fetch_unit < last)
-            fetch_unit += lanes;
-        else
-            fetch_unit = lane, fetch_set += step;
+        if (fetch_left == turns) source = from(fetch_set) + lane / 4 * Quant::BYTES;
+        if (fetch_left > 1 || in_last) U::fetch(source, quarter, raw);
+        source += step_bytes;
+        if (--fetch_left == 0) fetch_left = turns, fetch_set += step;
     };
+    const int begin = U::template place<SWIZZLED>(lane);
     float total[NR];
-    int set = first, unit = lane;
-    auto use = [&](typename U::Raw& raw) {
-        U::share(raw);
-        if (unit < lanes)
+    int set = first, left = turns, place = begin;
 #pragma unroll
-            for (int r = 0; r < NR; ++r) total[r] = 0.0f;
-        if (unit < units) {
+    for (int r = 0; r < NR; ++r) total[r] = 0.0f;
+    auto use = [&](typename U::Raw& raw) {
+        U::share(raw, quarter);
+        if (left > 1 || in_last) {
             typename U::Weights w;
-            U::decode(raw, unit, w);
+            U::decode(raw, quarter, w);
             const Activations x = x_at(set);
 #pragma unroll
             for (int r = 0; r < NR; ++r) {
                 const word at = NR == 1 ? 0 : x.stride * (r < rows ? r : rows - 1);
                 Term terms[U::TERMS];
-                U::terms(w, U::template part<SWIZZLED>(x.values + at, x.scales + at, unit), terms);
+                U::terms(w, U::part(x.values + at, x.scales + at, place), terms);
                 total[r] = add_terms(terms, total[r]);
             }
         }
-        if (unit < last) {
-            unit += lanes;
-            return;
-        }
+        place = (place + step_place) ^ flip;
+        if (--left) return;
 #pragma unroll
         for (int r = 0; r < NR; ++r) {
             float sum = total[r];
-            for (int distance = lanes / 2; distance; distance >>= 1) sum += __shfl_xor_sync(~0u, sum, distance);
+            if (bits > 4) sum += __shfl_xor_sync(~0u, sum, 16);
+            if (bits > 3) sum += __shfl_xor_sync(~0u, sum, 8);
+            if (bits > 2) sum += __shfl_xor_sync(~0u, sum, 4);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            sum += __shfl_xor_sync(~0u, sum, 1);
             if (r < rows) emit(set, r, sum);
+            total[r] = 0.0f;
         }
-        unit = lane, set += step;
+        left = turns, place = begin, set += step;
     };
     typename U::Raw raw[DEPTH];
 #pragma unroll
@@ -352,4 +370,29 @@ DEVICE void unit_products(int first, int step, int end, int width, int rows, Fro
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d)
             if (set < end) use(raw[d]), fetch(raw[d]);
+}
+
+template <int N>
+struct Bits {
+    static constexpr int VALUE = N;
+};
+
+// The same by as many loops as a row can have lanes, so that all but the row itself is known when it is compiled; where registers
+// are many already and rows many, by one.
+template <class Quant, int NR, bool SWIZZLED, int DEPTH = 2, class From, class XAt, class Ready, class Emit>
+DEVICE void unit_products(int first, int step, int end, int width, int rows, From from, XAt x_at, Ready ready, Emit emit) {
+    if constexpr (NR > 1 || Units<Quant>::RESIDENT == 1) {
+        unit_products_of<Quant, NR, SWIZZLED, DEPTH, 0>(first, step, end, width, rows, from, x_at, ready, emit);
+    } else {
+        auto with = [&](auto bits) {
+            unit_products_of<Quant, NR, SWIZZLED, DEPTH, decltype(bits)::VALUE>(first, step, end, width, rows, from, x_at,
+                                                                                ready, emit);
+        };
+        switch (lane_bits(width)) {
+            case 5: return with(Bits<5>());
+            case 4: return with(Bits<4>());
+            case 3: return with(Bits<3>());
+            default: return with(Bits<2>());
+        }
+    }
 }
