@@ -23,6 +23,7 @@ from bloomery.gpu_worker.products import (
     activation_form,
     blocks,
     job_words,
+    most_openers,
     resident,
     ring_bytes,
     rows_of_warp,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 _NORM_THREADS: Final = 512
 _SCORERS: Final = 4  # warps of a block; matmul.cu
-_OPENERS: Final = range(8, 17)  # warps that a block of open_experts may have
+_LEAST_OPENERS: Final = 8  # warps of a block of open_experts
 _OPENERS_EACH: Final = 2  # blocks that a multiprocessor is to have
 _UNEVEN: Final = 1.06
 """How much more than the least of its warps' turns a block may have, if it has more warps for it."""
@@ -119,8 +120,8 @@ def _spreading(lowering: Lowering, chain: Spreading) -> None:
     lowering.label = chain.name
     grid = (lowering._warp_blocks(kind, width, [Job(0, 0, 0, outputs, 0)], 1),)
     words = (weights, lowering._row(op.outs[0])[0], outputs, x.values, x.scales, width, row_bytes)
-    words = (*words, *_spread(lowering, post))
-    lowering.emit("matmul", "spread_matmul", grid, 32 * _SCORERS, *words, kind=kind, shared=width // 4 * 5)
+    words, shared = (*words, *_spread(lowering, post)), width // 4 * 5 + lowering.rings(kind, width)
+    lowering.emit("matmul", "spread_matmul", grid, 32 * _SCORERS, *words, kind=kind, shared=shared)
     _forget_written(lowering, op, post)
 
 
@@ -169,7 +170,7 @@ def _normed_product(lowering: Lowering, chain: NormedProduct) -> None:
     together = rows_of_warp(most, width)
     sets = sum(blocks(job.outputs, together) for job in jobs)
     grid = (min(resident(most) * lowering.context.multiprocessors, sets),)
-    shared = _NORM_THREADS // 32 * ring_bytes(kind) + 4 * width + width // 4 * 5
+    shared = _NORM_THREADS // 32 * ring_bytes(kind, width) + 4 * width + width // 4 * 5
     lowering.label = chain.name
     lowering.emit(
         "matmul", "normed_matmul", grid, _NORM_THREADS, *job_words(jobs), *words, row_bytes, kind=most, shared=shared
@@ -299,7 +300,7 @@ def open_and_close(
     sends, lands = int(shared.send is not None), int(shared.receive is not None)
     most = max(1, _OPENERS_EACH * lowering.context.multiprocessors // max(1, rows * items) - sends)
     sets = blocks(2 * hidden, max(2, rows_of_warp(kind, inputs)))
-    openers = _warps_of_block(sets, most)
+    openers = _warps_of_block(sets, most, most_openers(kind))
     grid = (min(blocks(sets, openers), most) + sends, items, rows)
     places = (gate, up, opened, hidden, hidden, x.values, x.scales, x.stride)
     words = (
@@ -315,14 +316,14 @@ def open_and_close(
         *scored,
     )
     words = (*words, *sending(lowering, shared.send))
-    memory = openers * ring_bytes(lowering.program.weights[op.gate].quant_type) + inputs // 4 * 5
+    memory = openers * ring_bytes(lowering.program.weights[op.gate].quant_type, inputs) + inputs // 4 * 5
     lowering.emit("matmul", "open_experts", grid, 32 * openers, *words, kind=kind, shared=memory)
     down, kind, row_bytes = lowering._weight(op.down, hidden, outputs, experts)
     together = rows_of_warp(kind, hidden)
     sets = blocks(outputs, together)
     closers = min(sets, max(1, blocks(_CLOSERS * lowering.context.multiprocessors, rows or 1) - lands))
     words = (down, *lowering._row(op.out), outputs, opened, hidden, *ids, *mix, used, slots, hidden, row_bytes)
-    ring = ring_bytes(lowering.program.weights[op.down].quant_type)
+    ring = ring_bytes(lowering.program.weights[op.down].quant_type, hidden)
     each = together * blocks(sets, closers)
     memory = items * (ring + hidden // 4 * 5 + 4 * each)
     after = add or post
@@ -332,10 +333,10 @@ def open_and_close(
     lowering.emit("matmul", "close_experts", (closers + lands, rows), 32 * items, *words, kind=kind, shared=memory)
 
 
-def _warps_of_block(sets: int, most: int) -> int:
+def _warps_of_block(sets: int, most: int, most_warps: int) -> int:
     """Of a block of open_experts, `most` of which share the sets of an item: so many that few wait for the last ones.
     More warps hide more of the way to memory."""
-    turns = {warps: blocks(sets, warps * most) * warps for warps in _OPENERS}
+    turns = {warps: blocks(sets, warps * most) * warps for warps in range(_LEAST_OPENERS, most_warps + 1)}
     return max(warps for warps, all_of in turns.items() if all_of <= _UNEVEN * min(turns.values()))
 
 
@@ -382,4 +383,5 @@ def _products(
     grid = (lowering._warp_blocks(kind, width, placed, max(1, rows * used * len(jobs))), rows * used, len(jobs))
     ids, slots = lowering._row(op.ids), lowering.context.slot_map(op.gate)
     words = (x.values, x.scales, x.stride, int(of_each_item), *ids, used, slots, width, row_bytes)
-    lowering.emit("matmul", "experts", grid, 128, *job_words(placed), *words, kind=kind)
+    shared = lowering.rings(kind, width)
+    lowering.emit("matmul", "experts", grid, 128, *job_words(placed), *words, kind=kind, shared=shared)

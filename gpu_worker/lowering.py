@@ -56,6 +56,7 @@ from bloomery.gpu_worker.products import (
     blocks_each,
     check_types,
     job_words,
+    ring_bytes,
     rows_of_warp,
 )
 from bloomery.runtime.errors import PlanError
@@ -79,6 +80,7 @@ from bloomery.runtime.program import (
     View,
     op_views,
 )
+from bloomery.runtime.quant_types import QuantType
 
 _WARPS: Final = 4  # of a block of products.cuh
 _HEAD_JOB_WORDS: Final = 12
@@ -377,7 +379,12 @@ class Lowering:
         grid = (self._warp_blocks(kind, width, jobs, sets), sets if rows else 0)
         words = (x.values, x.scales, x.stride, rows, width, row_bytes, *heads, *residual)
         shared = width // 4 * 5 if at_once == 1 and kind in UNIT_TYPES else 0
+        shared += self.rings(kind, width)
         self.emit("matmul", f"matmul_{at_once}", grid, 32 * _WARPS, *job_words(jobs), *words, kind=kind, shared=shared)
+
+    def rings(self, kind: str, width: int) -> int:
+        """Dynamic shared memory of a block for weights on their way; types without units have it in their kernels."""
+        return _WARPS * ring_bytes(QuantType.named(kind), width) if kind in UNIT_TYPES else 0
 
     def _warp_blocks(self, kind: str, width: int, jobs: list[Job], sets: int) -> int:
         outputs = max(job.outputs for job in jobs)

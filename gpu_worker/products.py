@@ -20,9 +20,12 @@ FLOAT_TYPES: Final = ("F32", "F16", "BF16")
 WEIGHT_TYPES: Final = (*FLOAT_TYPES, *SMALL_TYPES, *SUPER_TYPES)
 
 UNIT_TYPES: Final = ("Q3_K", "Q4_K", "Q6_K")
-"""Types whose weights go straight to registers, some rows of a warp at a time; see units.cuh."""
+"""Types of which a warp has some rows at a time; see units.cuh."""
+_STAGED: Final = {"Q3_K": 110}
+"""Those that come by way of shared memory, and bytes of their blocks."""
 _BLOCKS_EACH: Final = {"Q3_K": 7, "Q4_K": 5, "Q6_K": 4}
-_UNIT: Final = 64
+_UNIT: Final = {"Q3_K": 128, "Q4_K": 64, "Q6_K": 64}
+_BLOCK: Final = 256
 
 JOBS: Final = 4
 _JOB_WORDS: Final = 5
@@ -87,8 +90,13 @@ def job_words(jobs: list[Job]) -> tuple[int, ...]:
     return words + (0,) * (JOBS * _JOB_WORDS - len(words))
 
 
-def ring_bytes(kind: QuantType) -> int:
-    """Shared memory of a warp that takes rows of this quantised type, see products.cuh."""
+def ring_bytes(kind: QuantType, width: int) -> int:
+    """Shared memory of a warp that takes rows of so many elements of this quantised type, see products.cuh and
+    staged.cuh."""
+    if kind.name in _STAGED:
+        rows = rows_of_warp(kind.name, width)
+        taken = 32 // rows * _UNIT[kind.name] // _BLOCK * _STAGED[kind.name]
+        return 2 * rows * (aligned(taken + 14) + 16)
     if kind.name in UNIT_TYPES:
         return 0
     return 4 * 2 * (aligned(1024 // kind.block_elements * kind.block_bytes) + 32)
@@ -99,12 +107,14 @@ def rows_of_warp(kind: str, width: int) -> int:
     `rows_together` of products.cuh."""
     if kind not in UNIT_TYPES:
         return 1 if kind in FLOAT_TYPES else 2
-    units = width // _UNIT
-    for bits in (5, 4, 3):
-        lanes = blocks(units, 1 << bits) << bits
-        if units > 1 << bits and 8 * lanes <= 9 * units:
-            return 32 >> bits
-    return 8
+    units, least = width // _UNIT[kind], _BLOCK // _UNIT[kind]
+    lanes = 32
+    while lanes > least:
+        taken = blocks(units, lanes) * lanes
+        if units > lanes and 8 * taken <= 9 * units:
+            break
+        lanes //= 2
+    return 32 // lanes
 
 
 def blocks_each(kind: str) -> int:
@@ -115,6 +125,11 @@ def blocks_each(kind: str) -> int:
 def resident(kind: str) -> int:
     """Blocks of 512 threads that a multiprocessor holds: RESIDENT of units.cuh."""
     return 1 if kind == "Q6_K" else 2
+
+
+def most_openers(kind: str) -> int:
+    """Warps that a block of open_experts may have: OPENERS of units.cuh."""
+    return 12 if kind == "Q3_K" else 16
 
 
 def blocks(elements: int, each: int) -> int:

@@ -6,7 +6,8 @@ One expert of each layer on the host shows what a hand-off itself costs: the hos
 --rows 8 it often has, and the card has other work meanwhile. Each placement takes turns with the whole model on the
 card, and then again with a clock in every hand-off: the exchange is from the card's flag to its sight of every rank's,
 the wait what of it the card had nothing else to do in, and what is left of the card's time beside the whole model's is
-what hand-offs cost the card itself.
+what hand-offs cost the card itself. With --idle-host the ranks answer at once and compute nothing, so that the card
+always has other work while a hand-off is on its way.
 """
 
 from __future__ import annotations
@@ -91,24 +92,32 @@ def with_quartiles(values: NDArray[np.float64]) -> str:
     return f"{middle:.1f} ({low:.1f} to {high:.1f})"
 
 
-def host_seconds(pool: CardPool, hand_offs: int) -> NDArray[np.float64]:
+def host_seconds(pool: CardPool, hand_offs: int, idle: bool) -> NDArray[np.float64]:
     """Seconds that a rank has worked for each hand-off since the pool began, its barriers included."""
+    if idle:
+        return np.zeros(hand_offs)
     found = [kernel + barrier for name, (kernel, barrier) in pool.op_seconds().items() if name.endswith("experts")]
     assert len(found) == hand_offs
     return np.array(found)
 
 
 def legs_of(
-    pool: CardPool, tokens: NDArray[np.int64], depth: int, rows: int, expected: Prediction, layers: Sequence[int]
+    pool: CardPool,
+    tokens: NDArray[np.int64],
+    depth: int,
+    rows: int,
+    expected: Prediction,
+    layers: Sequence[int],
+    idle: bool,
 ) -> str:
     pool.step(rows_of(tokens[:depth], out="last"))
     pool.step_legs()
-    before = host_seconds(pool, len(layers))
+    before = host_seconds(pool, len(layers), idle)
     steps = len(run_steps(pool, tokens, depth, rows))
     legs = pool.step_legs()
     if not layers:
         return f"card {1e-6 * float(np.mean([step.card_ns for step in legs])):.3f} ms"
-    host = (host_seconds(pool, len(layers)) - before) / steps
+    host = (host_seconds(pool, len(layers), idle) - before) / steps
     found = leg_figures(legs, host.tolist())
     trip, far = 1e6 * np.quantile(found.round_trips, (0.5, 0.99))
     wait, long = 1e6 * np.quantile(found.waits, (0.5, 0.99))
@@ -137,6 +146,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1, help="tokens in a step, 1 to 8 (default 1)")
     parser.add_argument("--rounds", type=int, default=5, help="in which the steps are run (default 5)")
     parser.add_argument("--own-weights", action="store_true", help="ranks copy their rows, as with --host-weights copy")
+    parser.add_argument("--idle-host", action="store_true", help="ranks answer at once: the cost of hand-offs alone")
     parser.add_argument("--only", help="names of placements, with commas between")
     arguments = parser.parse_args()
     file = arguments.file or synthetic_file(arguments.synthetic, arguments.layers, arguments.mix, arguments.experts)
@@ -157,6 +167,8 @@ def main() -> None:
         begun = time.perf_counter()
         sizes = {"context": max(1024, len(tokens)), "slots": 2, "prompt_block": 64, "processes": arguments.processes}
         sizes |= {"own_weights": arguments.own_weights}
+        if arguments.idle_host:
+            sizes |= {"host_workload": "idle_experts:load"}
         some = tiers if tiers.host_layers else None
         pool = CardPool.start(str(file), program, tiers=some, time_legs=timed, **sizes)
         print(f"{'':16} started in {time.perf_counter() - begun:.1f} s", flush=True)
@@ -191,10 +203,9 @@ def main() -> None:
                     own = (
                         f"; the card's own time {with_quartiles(1e6 / layers * (found[1] - found[0]))} us a layer more"
                     )
-                print(
-                    f"{name:16} {legs_of(pool, tokens, arguments.depth, rows, expected, tiers.host_layers)}{own}",
-                    flush=True,
-                )
+                hosts, idle = tiers.host_layers, arguments.idle_host
+                legs = legs_of(pool, tokens, arguments.depth, rows, expected, hosts, idle)
+                print(f"{name:16} {legs}{own}", flush=True)
 
 
 if __name__ == "__main__":

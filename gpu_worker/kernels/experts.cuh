@@ -20,12 +20,12 @@ DEVICE void open_items(const uint8_t* gate, const uint8_t* up, float* out, word 
     const int first = int(threadIdx.x / 32) * blocks + block, step = blocks * int(blockDim.x / 32);
     float opened = 0.0f;
     if constexpr (Units<Quant>::HAS) {  // rows gate 0, up 0, gate 1, ...; where a warp has one row at a time, gate comes first
-        const int bits = row_bits(int(width)), mine = row_of_lane(int(width)), lanes = 1 << lane_bits(int(width));
+        const int bits = row_bits<Quant>(int(width)), mine = row_of_lane<Quant>(int(width)), lanes = 1 << lane_bits<Quant>(int(width));
         if (bits) {
             const bool leads = (threadIdx.x & (2 * lanes - 1)) == 0;
             const uint8_t* own = mine & 1 ? up : gate;
             unit_products<Quant, 1, true>(
-                first, step, (2 * int(outputs) + (1 << bits) - 1) >> bits, int(width), 1,
+                first, step, (2 * int(outputs) + (1 << bits) - 1) >> bits, int(width), 1, ring,
                 [&](int set) { return row_at(own, min(((set << bits) + mine) >> 1, int(outputs) - 1), row_bytes); },
                 [&](int) { return x; }, [] {},
                 [&](int set, int, float sum) {
@@ -36,7 +36,7 @@ DEVICE void open_items(const uint8_t* gate, const uint8_t* up, float* out, word 
         } else {  // a warp has neighbouring outputs
             const int each = (int(outputs) + step - 1) / step, begin = first * each;
             unit_products<Quant, 1, true>(
-                2 * begin, 1, 2 * min(begin + each, int(outputs)), int(width), 1,
+                2 * begin, 1, 2 * min(begin + each, int(outputs)), int(width), 1, ring,
                 [&](int set) { return row_at(set & 1 ? up : gate, set >> 1, row_bytes); }, [&](int) { return x; }, [] {},
                 [&](int set, int, float sum) {
                     if (set & 1 && (threadIdx.x & 31) == 0) out[set >> 1] = silu_times(opened, sum, limit);
@@ -89,8 +89,7 @@ DEVICE void hand_over(const Sending& sending, const Scored& scored, BlockChoice&
 // With scores the choice is made here, by every block for itself, and written to ids and mix. If there is something to send, the
 // first block does that, and the ranks' and rows' first blocks nothing. Dynamic shared memory: the rings, and x (width * 5 / 4
 // bytes).
-// Bounds are those of 64 registers (but for Q6_K), so that blocks of close_experts find room beside.
-extern "C" __global__ void __launch_bounds__(512, Units<Quant>::RESIDENT)
+extern "C" __global__ void __launch_bounds__(Units<Quant>::OPENERS, Units<Quant>::RESIDENT)
     open_experts(const uint8_t* gate, const uint8_t* up, float* out, word out_stride, word outputs, const uint8_t* values,
                  const uint8_t* scales, word x_stride, int* ids, word ids_stride, float* mix, word mix_stride, word used,
                  const int* slots, word width, word row_bytes, double limit, Opened shared, Scored scored, Sending sending) {
@@ -103,7 +102,8 @@ extern "C" __global__ void __launch_bounds__(512, Units<Quant>::RESIDENT)
     const int rank = blockIdx.y, row = blockIdx.z, item = row * int(gridDim.y) + rank;
     const bool routed = rank < used;
     const int senders = sending.to_x ? 1 : 0, block = int(blockIdx.x) - senders, blocks = int(gridDim.x) - senders;
-    uint8_t* held = rings + (Units<Quant>::HAS ? 0 : blockDim.x / 32 * ring_bytes<Quant>());
+    const int ring = ring_of_warp<Quant>(int(width));
+    uint8_t* held = rings + blockDim.x / 32 * ring;
     await_previous();
     if (block < 0) {
         if (blockIdx.y == 0 && blockIdx.z == 0)
@@ -135,12 +135,13 @@ extern "C" __global__ void __launch_bounds__(512, Units<Quant>::RESIDENT)
     }
     const word at = slot * row_bytes * outputs;
     const Activations x = {held, held + width, 0};
-    open_items<Quant>(gate + at, up + at, out, outputs, x, width, row_bytes, warp_ring(rings), float(limit), block, blocks);
+    open_items<Quant>(gate + at, up + at, out, outputs, x, width, row_bytes, rings + threadIdx.x / 32 * ring, float(limit), block,
+                      blocks);
 }
 
 // Weight rows that a warp of close_experts takes together, as a power of two.
 DEVICE int bits_closed(int width) {
-    if constexpr (Units<Quant>::HAS) return row_bits(width);
+    if constexpr (Units<Quant>::HAS) return row_bits<Quant>(width);
     return 1;
 }
 
@@ -178,11 +179,11 @@ DEVICE void close_item(const uint8_t* down, word outputs, uint8_t* hidden, word 
             __syncwarp();
         };
         if constexpr (UNITS) {
-            const int bits = row_bits(int(width)), mine = row_of_lane(int(width));
-            const bool leads = leads_row(int(width));
+            const int bits = row_bits<Quant>(int(width)), mine = row_of_lane<Quant>(int(width));
+            const bool leads = leads_row<Quant>(int(width));
             int kept = mine;
             unit_products<Quant, 1, true, Units<Quant>::AHEAD>(
-                first, step, (int(outputs) + (1 << bits) - 1) >> bits, int(width), 1,
+                first, step, (int(outputs) + (1 << bits) - 1) >> bits, int(width), 1, ring,
                 [&](int set) { return row_at(down, min((set << bits) + mine, int(outputs) - 1), row_bytes); },
                 [&](int) { return x; }, quantise,
                 [&](int, int, float sum) {
@@ -218,12 +219,12 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_USED)
     __shared__ float mixes[MOST_USED], coefficients[32];
     let_next_begin();
     if constexpr (Quant::FORM == FORM_Q8_K) {
-        constexpr int RING = Units<Quant>::HAS ? 0 : ring_bytes<Quant>();
+        const int ring = ring_of_warp<Quant>(int(width));
         const int row = blockIdx.y, item = threadIdx.x / 32, lane = threadIdx.x & 31, bits = bits_closed(int(width));
         const int items = int(blockDim.x / 32), each = int(outputs_each), receivers = landing.receiving.from ? 1 : 0;
         const int block = int(blockIdx.x) - receivers, blocks = int(gridDim.x) - receivers;
         auto output_of = [&](int i) { return (block + (i >> bits) * blocks) << bits | (i & ((1 << bits) - 1)); };
-        uint8_t* hidden = memory + items * RING;
+        uint8_t* hidden = memory + items * ring;
         float* sums = reinterpret_cast<float*>(hidden + items * (width / 4 * 5));
         await_previous();
         const bool comes = lands(landing);
@@ -251,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_USED)
         } else {
             const uint8_t* matrix = item < used ? down + slot * row_bytes * outputs : shared;
             close_item<Quant>(matrix, outputs, hidden + item * (width / 4 * 5), width, row_bytes,
-                              memory + item * RING, opened + (row * items + item) * opened_stride,
+                              memory + item * ring, opened + (row * items + item) * opened_stride,
                               sums + item * each, ready, block, blocks);
         }
         if (comes && threadIdx.x == 0) await_landing(landing, row == 0 && block == 0);

@@ -25,7 +25,7 @@ DEVICE word heard(const word* p) {
 
 constexpr int READERS = 24;                       // warps that sum a logit each; 24 logits are those of four copies
 constexpr int READ_THREADS = 32 * (READERS + 1);  // the last warp sums squares
-constexpr int CHUNK_UNITS = 16, CHUNK = CHUNK_UNITS * UNIT;  // a thread has one unit: at most 50 logits
+constexpr int CHUNK = 1024;  // elements; a thread has one unit of it: at most 50 logits
 constexpr int SUMS = MIX_THREADS / 32;  // sums of squares: one for each warp of hyper_mix, in its order
 
 // What happens to a mix of this launch, or of an earlier one, at once.
@@ -73,21 +73,22 @@ template <class Quant>
 DEVICE void tell_terms(const uint8_t* weights, word row_bytes, int logits, const Mixing& mix, int row, int chunks,
                        const ReadWords& words) {
     typedef Units<Quant> U;
+    constexpr int UNITS = CHUNK / U::SIZE, EACH = 1 << U::LEAST;  // of a chunk, of a block
     __shared__ __align__(16) uint8_t rounded[CHUNK / 4 * 5];
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     const int chain = int(blockIdx.x) + chunks * (READERS - warp);
     const float* streams = mix.streams + row * mix.streams_row;
-    if (256 * warp >= CHUNK && 2 * warp >= logits) {  // nothing else to do
+    if (256 * warp >= CHUNK && 32 / UNITS * warp >= logits) {  // nothing else to do
         await_previous();
         if (chain < SUMS) tell_squares<40>(mix, streams, chain, words);
         __syncthreads();
         return;
     }
-    const int own = threadIdx.x % CHUNK_UNITS, unit = CHUNK_UNITS * int(blockIdx.x) + own;
-    const int logit = threadIdx.x / CHUNK_UNITS;
+    const int own = threadIdx.x % UNITS, unit = UNITS * int(blockIdx.x) + own, part = own & (EACH - 1);
+    const int logit = threadIdx.x / UNITS;
     const bool mine = logit < logits && unit < words.units;
     typename U::Raw raw;
-    if (mine) U::fetch(row_at(weights, logit, row_bytes) + unit / 4 * Quant::BYTES, unit & 3, raw);
+    if (mine) U::fetch(row_at(weights, logit, row_bytes) + unit / EACH * Quant::BYTES, part, raw);
     await_previous();
     const int first = CHUNK * int(blockIdx.x) + 256 * warp;
     if (256 * warp < CHUNK && first < mix.elements) {
@@ -97,12 +98,12 @@ DEVICE void tell_terms(const uint8_t* weights, word row_bytes, int logits, const
         write_q8_k<true>(v, rounded + 256 * warp, rounded + CHUNK + 64 * warp, warp);
     }
     __syncthreads();
-    if (2 * warp < logits) U::share(raw, own & 3);
+    if (32 / UNITS * warp < logits) U::share(raw, part);
     if (mine) {
         typename U::Weights w;
-        U::decode(raw, own & 3, w);
+        U::decode(raw, part, w);
         Term terms[U::TERMS];
-        U::terms(w, U::part(rounded, rounded + CHUNK, U::template place<true>(own)), terms);
+        U::terms(w, U::template part<true>(rounded, rounded + CHUNK, U::template place<true>(own)), terms);
 #pragma unroll
         for (int t = 0; t < U::TERMS; ++t)
             tell(words.terms_of(logit) + t * words.units + unit, word_of(terms[t].scale, 2 * terms[t].sum + 1));
@@ -114,7 +115,7 @@ DEVICE void tell_terms(const uint8_t* weights, word row_bytes, int logits, const
 template <class Quant>
 DEVICE float await_logit(const ReadWords& words, int logit, bool only) {
     constexpr int TERMS = Units<Quant>::TERMS, AT_ONCE = 8 / TERMS;  // units of a lane whose terms are asked for together
-    const int units = words.units, lanes = 1 << lane_bits(units * UNIT), lane = threadIdx.x & 31;
+    const int units = words.units, lanes = 1 << lane_bits<Quant>(units * Units<Quant>::SIZE), lane = threadIdx.x & 31;
     word* from = words.terms_of(logit);
     float total = 0.0f;
     if (lane < lanes)
@@ -180,8 +181,7 @@ DEVICE void leave_words(const ReadWords& words, int shared, int blocks) {
 }
 
 // Grid (chunks of the row, a block for the mix, blocks that collapse; rows), READ_THREADS threads; `outputs` is at most
-// READ_THREADS / CHUNK_UNITS. `words` are 0 before and
-// after, `words_row` of them for a row (ReadWords).
+// 16 threads of READ_THREADS each. `words` are 0 before and after, `words_row` of them for a row (ReadWords).
 extern "C" __global__ void __launch_bounds__(READ_THREADS)
     hyper_read(const uint8_t* weights, word row_bytes, word outputs, Mixing mix, Collapse collapse, word* words,
                word words_row) {
@@ -189,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(READ_THREADS)
     let_next_begin();
     if constexpr (Units<Quant>::HAS) {
         const int row = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x & 31, copies = int(mix.copies);
-        const int units = int(mix.elements) / UNIT, chunks = (units + CHUNK_UNITS - 1) / CHUNK_UNITS;
+        const int units = int(mix.elements) / Units<Quant>::SIZE, chunks = (int(mix.elements) + CHUNK - 1) / CHUNK;
         const int block = int(blockIdx.x) - chunks, blocks = int(gridDim.x) - chunks;
         const ReadWords told = {words + row * words_row, units, Units<Quant>::TERMS};
         if (block < 0) {

@@ -59,6 +59,9 @@ struct Results {
     }
 };
 
+// Bytes of shared memory that a warp has for its weights, and where in static memory they are.
+template <class Quant>
+DEVICE int ring_of_warp(int width) { return Units<Quant>::HAS ? ring_of_units<Quant>(width) : ring_bytes<Quant>(); }
 DEVICE uint8_t* warp_ring(uint8_t* rings) { return rings + (threadIdx.x / 32) * ring_bytes<Quant>(); }
 
 // An activation row of a quantised form to shared memory, its scales after its values, so that the way to the second-level
@@ -84,17 +87,18 @@ DEVICE void copy_row(const Activations& x, int width, uint8_t* to, int thread, i
         *reinterpret_cast<int2*>(to + width + 8 * i) = *reinterpret_cast<const int2*>(x.scales + 8 * i);
 }
 
-// Dynamic shared memory, for one row: x (width * 5 / 4 bytes). `first` and `step` count sets of as many weight rows as a warp
+// Dynamic shared memory: for one row x (width * 5 / 4 bytes), and the warps' rings. `first` and `step` count sets of as many weight rows as a warp
 // has at a time.
 template <int NR>
 DEVICE void unit_matmul(const Job& job, const uint8_t* weights, word row_bytes, const Activations& x, int rows, int width,
                         float* out, int first, int step, const Residual& residual) {
     if constexpr (Units<Quant>::HAS) {
         DYNAMIC_SHARED(uint8_t, held);
-        const int bits = row_bits(width), mine = row_of_lane(width), outputs = int(job.outputs);
-        const bool leads = leads_row(width);
+        const int bits = row_bits<Quant>(width), mine = row_of_lane<Quant>(width), outputs = int(job.outputs);
+        const bool leads = leads_row<Quant>(width);
         auto output_of = [&](int set) { return (set << bits) + mine; };
         const Activations given = NR == 1 ? Activations{held, held + width, 0} : x;
+        uint8_t* ring = held + (NR == 1 ? width / 4 * 5 : 0) + threadIdx.x / 32 * ring_of_units<Quant>(width);
         float fetched = 0.0f;  // what is added to the first result of one row
         auto ready = [&] {
             await_previous();
@@ -105,7 +109,7 @@ DEVICE void unit_matmul(const Job& job, const uint8_t* weights, word row_bytes, 
             }
         };
         unit_products<Quant, NR, NR == 1>(
-            first, step, (outputs + (1 << bits) - 1) >> bits, width, rows,
+            first, step, (outputs + (1 << bits) - 1) >> bits, width, rows, ring,
             [&](int set) { return row_at(weights, min(output_of(set), outputs - 1), row_bytes); },
             [&](int) { return given; }, ready,
             [&](int set, int row, float sum) {
@@ -163,10 +167,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, Units<Quant>::BLOCKS)
     DYNAMIC_SHARED(uint8_t, rounded);
     let_next_begin();
     if constexpr (Units<Quant>::HAS) {
-        const int wide = int(width), bits = row_bits(wide), mine = row_of_lane(wide), last = int(outputs) - 1;
-        const int place = threadIdx.x & ((1 << lane_bits(wide)) - 1);  // of a lane among those of its row: the copy it makes
+        const int wide = int(width), bits = row_bits<Quant>(wide), mine = row_of_lane<Quant>(wide), last = int(outputs) - 1;
+        const int lanes = 1 << lane_bits<Quant>(wide), place = threadIdx.x & (lanes - 1);  // of those of its row: the copies it makes
         const int first = threadIdx.x / 32 * gridDim.x + blockIdx.x, step = gridDim.x * WARPS;
         const Activations x = {rounded, rounded + width, 0};
+        uint8_t* ring = rounded + width / 4 * 5 + threadIdx.x / 32 * ring_of_units<Quant>(wide);
         auto output_of = [&](int set) { return min((set << bits) + mine, last); };
         float coefficient = 0.0f, copies[MOST_SPREAD];
         auto ready = [&] {
@@ -177,27 +182,31 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, Units<Quant>::BLOCKS)
             __syncthreads();
         };
         unit_products<Quant, 1, true>(
-            first, step, (int(outputs) + (1 << bits) - 1) >> bits, wide, 1,
+            first, step, (int(outputs) + (1 << bits) - 1) >> bits, wide, 1, ring,
             [&](int set) { return row_at(weights, output_of(set), row_bytes); }, [&](int) { return x; }, ready,
             [&](int set, int, float sum) {
                 const int output = output_of(set);
                 const bool there = (set << bits) + mine <= last;
                 if (set != first) spread.fetch(output, copies);
                 __syncwarp();  // all have read
-                const float made = spread.copy_of(place, sum, copies, [&](int i) {
-                    return __shfl_sync(~0u, coefficient, i & 31);
-                });
-                if (there && place < spread.copies) spread.out[place * spread.out_copy + output] = made;
+                for (int copy = place, k = 0; k < spread.copies; copy += lanes, k += lanes) {
+                    const float made = spread.copy_of(copy, sum, copies, [&](int i) {
+                        return __shfl_sync(~0u, coefficient, i & 31);
+                    });
+                    if (there && copy < spread.copies) spread.out[copy * spread.out_copy + output] = made;
+                }
                 if (there && place == 0) out[output] = sum;
             });
     }
 }
 
 // Grid (blocks of warps, items, jobs); item i = row * used + rank. The expert's matrix lies in slot slots[id] of its
-// tensor's memory; a slot below 0 is not on this card, and its products are 0. x is the row's, or the item's own.
+// tensor's memory; a slot below 0 is not on this card, and its products are 0. x is the row's, or the item's own. Dynamic shared
+// memory: rings of types whose units are staged.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     experts(Jobs jobs, const uint8_t* values, const uint8_t* scales, word x_stride, word x_of_each_item, const int* ids,
             word ids_stride, word used, const int* slots, word width, word row_bytes) {
+    DYNAMIC_SHARED(uint8_t, staged);
     begin();
     const Job job = jobs.job[blockIdx.z];
     const int item = blockIdx.y, row = item / int(used);
@@ -212,10 +221,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     const int warp = blockIdx.x * WARPS + threadIdx.x / 32, step = gridDim.x * WARPS;
     const uint8_t* weights = job.weights + slot * row_bytes * job.outputs;
     if constexpr (Units<Quant>::HAS) {
-        const int bits = row_bits(int(width)), mine = row_of_lane(int(width)), outputs = int(job.outputs);
-        const bool leads = leads_row(int(width));
+        const int bits = row_bits<Quant>(int(width)), mine = row_of_lane<Quant>(int(width)), outputs = int(job.outputs);
+        const bool leads = leads_row<Quant>(int(width));
         unit_products<Quant, 1, false>(
             warp, step, (outputs + (1 << bits) - 1) >> bits, int(width), 1,
+            staged + threadIdx.x / 32 * ring_of_units<Quant>(int(width)),
             [&](int set) { return row_at(weights, min((set << bits) + mine, outputs - 1), row_bytes); },
             [&](int) { return x; }, [] {},
             [&](int set, int, float sum) {
@@ -274,7 +284,8 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS, Units<Quant>::RESIDEN
         constexpr int ALL = NORM_THREADS / 32;
         constexpr bool UNITS = Units<Quant>::HAS;
         const int width = int(norm.width), first = threadIdx.x / 32 * gridDim.x + blockIdx.x, step = gridDim.x * ALL;
-        float* kept = reinterpret_cast<float*>(memory + (UNITS ? 0 : ALL * ring_bytes<Quant>()));
+        const int ring = ring_of_warp<Quant>(width);
+        float* kept = reinterpret_cast<float*>(memory + ALL * ring);
         uint8_t* rounded = reinterpret_cast<uint8_t*>(kept + width);
         const Activations x = {rounded, rounded + width, 0};
         NormedRow normed;
@@ -290,11 +301,11 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS, Units<Quant>::RESIDEN
             __syncthreads();
         };
         if constexpr (UNITS) {
-            const int bits = row_bits(width), mine = row_of_lane(width);
+            const int bits = row_bits<Quant>(width), mine = row_of_lane<Quant>(width);
             int ends[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) ends[j] = int(jobs.job[j].outputs) + (j ? ends[j - 1] : 0);
-            const bool leads = leads_row(width);
+            const bool leads = leads_row<Quant>(width);
             auto job_of = [&](int set, int& output) -> const Job& {  // the last row again for those beyond
                 const int row = min((set << bits) + mine, ends[3] - 1);
                 const int which = int(row >= ends[0]) + int(row >= ends[1]) + int(row >= ends[2]);
@@ -302,7 +313,7 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS, Units<Quant>::RESIDEN
                 return jobs.job[which];
             };
             unit_products<Quant, 1, true>(
-                first, step, (ends[3] + (1 << bits) - 1) >> bits, width, 1,
+                first, step, (ends[3] + (1 << bits) - 1) >> bits, width, 1, memory + threadIdx.x / 32 * ring,
                 [&](int set) {
                     int output;
                     const Job& job = job_of(set, output);
@@ -327,7 +338,7 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS, Units<Quant>::RESIDEN
         };
         products_of<Quant, 1>(
             first < pairs ? (pairs - first + step - 1) / step : 0, row_bytes, width, 1,
-            memory + threadIdx.x / 32 * ring_bytes<Quant>(),
+            memory + threadIdx.x / 32 * ring,
             [&](int set, int m) {
                 int output;
                 const Job& job = jobs.job[place(set, m, output)];

@@ -1,8 +1,10 @@
-// Products with weights of Q3_K, Q4_K and Q6_K, straight from the card's memory to registers: a lane takes 64 weights of a row
-// at a time ("a unit": four runs of 16 of a block), so that a block's scales are taken apart once for them.
+// Products with weights of Q3_K, Q4_K and Q6_K: a lane takes 64 or 128 weights of a row at a time ("a unit": four runs of 16 of a
+// block, or eight), so that a block's scales are taken apart once for them. Those of Q4_K and Q6_K go straight from the card's
+// memory to registers, those of Q3_K by way of shared memory (q3_k.cuh).
 //
-// A row has 4 to 32 lanes, so that a warp has 8, 4, 2 or 1 rows at a time: as many as have at least two units each and of which
-// few are without one in the last turn. Lane l of a row has the units l, l + lanes, ...: always the same quarter of a block.
+// A row has so many lanes, a power of two up to 32, as have at least two units each and of which few are without one in the last
+// turn; a warp has as many rows at a time as have room. Lane l of a row has the units l, l + lanes, ...: always the same part of
+// a block.
 // Lanes are summed at the row's end by a butterfly. The order of the sum depends on the row's length only, neither on the
 // number of activation rows nor on which warp works. See products.cuh for the other types.
 //
@@ -12,21 +14,6 @@
 #include "products.cuh"
 #include "q8_k.cuh"
 
-constexpr int UNIT = 64;
-
-// Lanes that share a row of so many elements, as a power of two. `rows_of_warp` of products.py knows the same.
-DEVICE int lane_bits(int width) {
-    const int units = width / UNIT;
-    for (int bits = 5; bits > 2; --bits) {
-        const int turns = (units + (1 << bits) - 1) >> bits;
-        if (turns > 1 && 8 * (turns << bits) <= 9 * units) return bits;
-    }
-    return 2;
-}
-// Rows that a warp has at a time, as a power of two; which of them a lane's is, and whether the lane is its first.
-DEVICE int row_bits(int width) { return 5 - lane_bits(width); }
-DEVICE int row_of_lane(int width) { return int(threadIdx.x & 31) >> lane_bits(width); }
-DEVICE bool leads_row(int width) { return (threadIdx.x & ((1 << lane_bits(width)) - 1)) == 0; }
 
 // Where a row begins; its number and bytes are below 2^32, so that one multiplication does.
 DEVICE const uint8_t* row_at(const uint8_t* matrix, int row, word row_bytes) {
@@ -35,12 +22,32 @@ DEVICE const uint8_t* row_at(const uint8_t* matrix, int row, word row_bytes) {
 
 template <class Quant>
 struct Units {
-    static constexpr bool HAS = false;
+    static constexpr bool HAS = false, STAGED = false;  // STAGED: they come by way of shared memory
+    static constexpr int SIZE = 64, LEAST = 2;  // elements of a unit; units of a block, as a power of two: fewest lanes of a row
     static constexpr int BLOCKS = 7;    // of matmul_1 that a multiprocessor is to hold; `blocks_each` of products.py
-    static constexpr int RESIDENT = 2;  // of 512 threads likewise
+    static constexpr int RESIDENT = 2;  // of 512 threads likewise, or of OPENERS of open_experts
+    static constexpr int OPENERS = 512;
     static constexpr int AHEAD = 2;     // units of a lane on their way where few rows are short
     static constexpr int TERMS = 1;     // of a unit
 };
+
+// Lanes that share a row of so many elements, as a power of two. `rows_of_warp` of products.py knows the same.
+template <class Quant>
+DEVICE int lane_bits(int width) {
+    const int units = width / Units<Quant>::SIZE;
+    for (int bits = 5; bits > Units<Quant>::LEAST; --bits) {
+        const int turns = (units + (1 << bits) - 1) >> bits;
+        if (turns > 1 && 8 * (turns << bits) <= 9 * units) return bits;
+    }
+    return Units<Quant>::LEAST;
+}
+// Rows that a warp has at a time, as a power of two; which of them a lane's is, and whether the lane is its first.
+template <class Quant>
+DEVICE int row_bits(int width) { return 5 - lane_bits<Quant>(width); }
+template <class Quant>
+DEVICE int row_of_lane(int width) { return int(threadIdx.x & 31) >> lane_bits<Quant>(width); }
+template <class Quant>
+DEVICE bool leads_row(int width) { return (threadIdx.x & ((1 << lane_bits<Quant>(width)) - 1)) == 0; }
 
 // What a unit adds to its lane's sum: scale * sum, `scale` rounded, the product and the sum rounded once.
 struct Term {
@@ -66,8 +73,8 @@ DEVICE int dot16(uint4 q, int4 x, int sum) {
 // Unit j of a block: groups 2j (low nibbles of 32 bytes) and 2j + 1 (high nibbles).
 template <>
 struct Units<Q4_K> {
-    static constexpr bool HAS = true;
-    static constexpr int BLOCKS = 5, RESIDENT = 2, AHEAD = 3, TERMS = 2;
+    static constexpr bool HAS = true, STAGED = false;
+    static constexpr int SIZE = 64, LEAST = 2, BLOCKS = 5, RESIDENT = 2, OPENERS = 512, AHEAD = 3, TERMS = 2;
     struct Raw {
         uint4 head, first, second;
     };
@@ -105,6 +112,7 @@ struct Units<Q4_K> {
     // Where the first of its pieces is, and how to the others: they lie around it within 64 bytes.
     template <bool SWIZZLED>
     DEVICE static int place(int unit) { return 64 * unit + (SWIZZLED ? 16 * (unit >> 1 & 3) : 0); }
+    template <bool SWIZZLED>
     DEVICE static Part part(const uint8_t* values, const uint8_t* scales, int place) {
         Part x;
 #pragma unroll
@@ -131,8 +139,8 @@ struct Units<Q4_K> {
 // any even byte, so what surrounds 16 bytes is read and shifted.
 template <>
 struct Units<Q6_K> {
-    static constexpr bool HAS = true;
-    static constexpr int BLOCKS = 4, RESIDENT = 1, AHEAD = 2, TERMS = 1;
+    static constexpr bool HAS = true, STAGED = false;
+    static constexpr int SIZE = 64, LEAST = 2, BLOCKS = 4, RESIDENT = 1, OPENERS = 512, AHEAD = 2, TERMS = 1;
     struct Raw {
         uint4 around[3][2];
         uint32_t scales[3];
@@ -194,6 +202,7 @@ struct Units<Q6_K> {
     }
     template <bool SWIZZLED>
     DEVICE static int place(int unit) { return place_of_run<SWIZZLED>(unit); }
+    template <bool SWIZZLED>
     DEVICE static Part part(const uint8_t* values, const uint8_t* scales, int place) {
         Part x;
         const int i = threadIdx.x & 1, odd = place ^ 32;
@@ -216,95 +225,15 @@ struct Units<Q6_K> {
     }
 };
 
-// Unit 2h + i of a block: of its half h the runs i, i + 2, i + 4, i + 6, which share 16 bytes of low bits; their high bits are in
-// 16 bytes that the halves share. Blocks begin at any even byte: words around them are read, and shifted. The four lanes that
-// have a block read each of its words once and hand them on: registers are scarcer than shuffles.
-//
-// A weight is low - 4 * lacking, `lacking` being 1 where the high bit is not set. Neither is shifted to its place: a product
-// with bits of a byte where they are is the wanted one times a power of two.
-template <>
-struct Units<Q3_K> {
-    static constexpr bool HAS = true;
-    static constexpr int BLOCKS = 7, RESIDENT = 2, AHEAD = 3, TERMS = 1;
-    struct Raw {
-        uint32_t low[5], high[5], scales[4];
-        uint32_t shift;  // bits of the first word before the block
-    };
-    struct Weights {
-        uint32_t low[4], high[4];  // bits 2t, 2t + 1 and bit t of a byte: run t
-        int scales;                // int8, that of run t in byte t
-        float d;
-    };
-    struct Part {
-        int4 run[4];
-        float d;
-    };
-    DEVICE static void fetch(const uint8_t* block, int quarter, Raw& raw) {
-        const uint32_t odd = uint32_t(reinterpret_cast<uintptr_t>(block)) & 2;
-        raw.shift = 8 * odd;
-        const uint32_t* words = reinterpret_cast<const uint32_t*>(block - odd);
-        const uint32_t *low = words + 8 + 4 * quarter, *high = words + 4 * (quarter & 1) + (quarter & 2);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) raw.low[k] = low[k];
-        raw.high[0] = high[0], raw.high[1] = high[1];
-        raw.scales[0] = words[24 + quarter];
-    }
-    // Unit u of a row is a lane's of which the number ends in the same two bits.
-    DEVICE static void share(Raw& raw, int j) {
-        const uint32_t scales = raw.scales[0], high[2] = {raw.high[0], raw.high[1]};
-        raw.low[4] = __shfl_sync(~0u, j ? raw.low[0] : scales, j + 1, 4);
-        raw.high[4] = __shfl_sync(~0u, j ? high[0] : raw.low[0], ~j & 1, 4);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) raw.high[k] = __shfl_sync(~0u, high[k & 1], (j & 1) + (k & 2), 4);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) raw.scales[k] = __shfl_sync(~0u, scales, k, 4);  // the last has d
-    }
-    DEVICE static void decode(const Raw& raw, int quarter, Weights& w) {
-        const uint32_t half = raw.shift + 4 * (quarter >> 1), mine = half + 8 * (quarter & 1);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            w.low[k] = __funnelshift_r(raw.low[k], raw.low[k + 1], raw.shift);
-            w.high[k] = __funnelshift_r(raw.high[k], raw.high[k + 1], half);
-        }
-        // Bytes 0 and 2 are those of the unit's runs: the low four bits of two each, the high two of all.
-        const uint32_t first = __funnelshift_r(raw.scales[0], raw.scales[1], mine);
-        const uint32_t last = __funnelshift_r(raw.scales[1], raw.scales[2], mine);
-        const uint32_t upper = __funnelshift_r(raw.scales[2], raw.scales[3], mine);
-        const uint32_t scales = (__byte_perm(first, last, 0x6420) & 0x0f0f0f0fu) |
-                                ((__byte_perm(upper, upper >> 2, 0x6420) << 4) & 0x30303030u);
-        w.scales = int((scales + 0x60606060u) ^ 0x80808080u);  // less 32
-        w.d = half_bits(uint16_t(raw.scales[3] >> raw.shift));
-    }
-    template <bool SWIZZLED>
-    DEVICE static int place(int unit) { return place_of_run<SWIZZLED>(unit); }
-    DEVICE static Part part(const uint8_t* values, const uint8_t* scales, int place) {
-        Part x;
-        const int4* even = reinterpret_cast<const int4*>(values + place);
-        const int4* odd = reinterpret_cast<const int4*>(values + (place ^ 32));
-        x.run[0] = even[0], x.run[1] = odd[0], x.run[2] = even[4], x.run[3] = odd[4];
-        x.d = *reinterpret_cast<const float*>(scales + (place >> 7) * 32);
-        return x;
-    }
-    // 4 to the power of T times the sum of run T.
-    template <int T>
-    DEVICE static int run_of(const Weights& w, const int4& x) {
-        constexpr uint32_t LOW = 0x03030303u << 2 * T, HIGH = 0x01010101u << T;
-        int lacking = __dp4a(int(~w.high[0] & HIGH), x.x, 0);
-        lacking = __dp4a(int(~w.high[1] & HIGH), x.y, lacking);
-        lacking = __dp4a(int(~w.high[2] & HIGH), x.z, lacking);
-        lacking = __dp4a(int(~w.high[3] & HIGH), x.w, lacking);
-        int sum = -(4 << T) * lacking;
-        sum = dot_unsigned(w.low[0] & LOW, x.x, sum), sum = dot_unsigned(w.low[1] & LOW, x.y, sum);
-        return dot_unsigned(w.low[3] & LOW, x.w, dot_unsigned(w.low[2] & LOW, x.z, sum));
-    }
-    DEVICE static void terms(const Weights& w, const Part& x, Term (&terms)[TERMS]) {
-        // A run's sum fits 16 bits: at most 16 * 4 * 128.
-        const uint32_t first = __byte_perm(run_of<0>(w, x.run[0]), run_of<1>(w, x.run[1]) >> 2, 0x5410);
-        const uint32_t last = __byte_perm(run_of<2>(w, x.run[2]) >> 4, run_of<3>(w, x.run[3]) >> 6, 0x5410);
-        const int sum = __dp2a_hi(int(last), w.scales, __dp2a_lo(int(first), w.scales, 0));
-        terms[0] = {__fmul_rn(w.d, x.d), sum};
-    }
-};
+#include "q3_k.cuh"
+#include "staged.cuh"
+
+// Bytes of shared memory of a warp for rows of these types.
+template <class Quant>
+DEVICE int ring_of_units(int width) {
+    if constexpr (Units<Quant>::STAGED) return staged_bytes<Quant>(lane_bits<Quant>(width));
+    return 0;
+}
 
 // emit(set, row, sum) for the activation rows of the sets first, first + step, ... below `end`, called by all lanes with the
 // sum of their weight row, which begins at from(set), by the activations x_at(set). `ready` is called once, before
@@ -313,10 +242,10 @@ struct Units<Q3_K> {
 template <class Quant, int NR, bool SWIZZLED, int DEPTH, int BITS, class From, class XAt, class Ready, class Emit>
 DEVICE void unit_products_of(int first, int step, int end, int width, int rows, From from, XAt x_at, Ready ready, Emit emit) {
     typedef Units<Quant> U;
-    const int bits = BITS ? BITS : lane_bits(width), lanes = 1 << bits, lane = threadIdx.x & (lanes - 1), quarter = lane & 3;
-    const int units = width / UNIT, turns = (units + lanes - 1) >> bits;
+    const int bits = BITS ? BITS : lane_bits<Quant>(width), lanes = 1 << bits, lane = threadIdx.x & (lanes - 1), quarter = lane & 3;
+    const int units = width / U::SIZE, turns = (units + lanes - 1) >> bits;
     const bool in_last = lane < units - (turns - 1) * lanes;  // whether the lane has a unit in a row's last turn
-    const int step_bytes = lanes / 4 * Quant::BYTES, step_place = UNIT * lanes;
+    const int step_bytes = lanes / 4 * Quant::BYTES, step_place = U::SIZE * lanes;
     const int flip = SWIZZLED && lanes == 4 ? 32 : 0;  // four units further the pieces are swizzled otherwise
 
     int fetch_set = first, fetch_left = turns;
@@ -343,7 +272,7 @@ DEVICE void unit_products_of(int first, int step, int end, int width, int rows, 
             for (int r = 0; r < NR; ++r) {
                 const word at = NR == 1 ? 0 : x.stride * (r < rows ? r : rows - 1);
                 Term terms[U::TERMS];
-                U::terms(w, U::part(x.values + at, x.scales + at, place), terms);
+                U::terms(w, U::template part<SWIZZLED>(x.values + at, x.scales + at, place), terms);
                 total[r] = add_terms(terms, total[r]);
             }
         }
@@ -378,21 +307,27 @@ struct Bits {
 };
 
 // The same by as many loops as a row can have lanes, so that all but the row itself is known when it is compiled; where registers
-// are many already and rows many, by one.
+// are many already and rows many, by one. `ring`: ring_of_units of shared memory of the warp.
 template <class Quant, int NR, bool SWIZZLED, int DEPTH = 2, class From, class XAt, class Ready, class Emit>
-DEVICE void unit_products(int first, int step, int end, int width, int rows, From from, XAt x_at, Ready ready, Emit emit) {
-    if constexpr (NR > 1 || Units<Quant>::RESIDENT == 1) {
+DEVICE void unit_products(int first, int step, int end, int width, int rows, uint8_t* ring, From from, XAt x_at, Ready ready,
+                          Emit emit) {
+    typedef Units<Quant> U;
+    if constexpr (!U::STAGED && (NR > 1 || U::RESIDENT == 1)) {
         unit_products_of<Quant, NR, SWIZZLED, DEPTH, 0>(first, step, end, width, rows, from, x_at, ready, emit);
     } else {
         auto with = [&](auto bits) {
-            unit_products_of<Quant, NR, SWIZZLED, DEPTH, decltype(bits)::VALUE>(first, step, end, width, rows, from, x_at,
-                                                                                ready, emit);
+            constexpr int BITS = decltype(bits)::VALUE;
+            if constexpr (U::STAGED)
+                staged_products<Quant, NR, SWIZZLED, BITS>(first, step, end, width, rows, ring, from, x_at, ready, emit);
+            else
+                unit_products_of<Quant, NR, SWIZZLED, DEPTH, BITS>(first, step, end, width, rows, from, x_at, ready, emit);
         };
-        switch (lane_bits(width)) {
+        switch (lane_bits<Quant>(width)) {
             case 5: return with(Bits<5>());
             case 4: return with(Bits<4>());
             case 3: return with(Bits<3>());
-            default: return with(Bits<2>());
+            case 2: return with(Bits<2>());
+            default: return with(Bits<U::LEAST>());
         }
     }
 }
