@@ -298,7 +298,7 @@ def open_and_close(
     x = lowering.form_of(kind, op.x)
     opened = lowering.context.scratch("gate", lowering._room(op.x) * items * hidden * 4)
     sends, lands = int(shared.send is not None), int(shared.receive is not None)
-    most = max(1, _OPENERS_EACH * lowering.context.multiprocessors // max(1, rows * items) - sends)
+    most = max(1, (_OPENERS_EACH * lowering.context.multiprocessors - sends) // max(1, rows * items))
     sets = blocks(2 * hidden, max(2, rows_of_warp(kind, inputs)))
     openers = _warps_of_block(sets, most, most_openers(kind))
     grid = (min(blocks(sets, openers), most) + sends, items, rows)

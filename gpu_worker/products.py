@@ -96,7 +96,7 @@ def ring_bytes(kind: QuantType, width: int) -> int:
     if kind.name in _STAGED:
         rows = rows_of_warp(kind.name, width)
         taken = 32 // rows * _UNIT[kind.name] // _BLOCK * _STAGED[kind.name]
-        return 2 * rows * (aligned(taken + 14) + 16)
+        return 2 * rows * (aligned(taken + 14) + (32 if rows in (2, 8) else 16))
     if kind.name in UNIT_TYPES:
         return 0
     return 4 * 2 * (aligned(1024 // kind.block_elements * kind.block_bytes) + 32)
@@ -111,7 +111,7 @@ def rows_of_warp(kind: str, width: int) -> int:
     lanes = 32
     while lanes > least:
         taken = blocks(units, lanes) * lanes
-        if units > lanes and 8 * taken <= 9 * units:
+        if units > lanes and 8 * taken <= (9 if lanes > 2 * least else 10) * units:
             break
         lanes //= 2
     return 32 // lanes

@@ -104,12 +104,10 @@ extern "C" __global__ void __launch_bounds__(Units<Quant>::OPENERS, Units<Quant>
     const int senders = sending.to_x ? 1 : 0, block = int(blockIdx.x) - senders, blocks = int(gridDim.x) - senders;
     const int ring = ring_of_warp<Quant>(int(width));
     uint8_t* held = rings + blockDim.x / 32 * ring;
+    if (block < 0 && (blockIdx.y || blockIdx.z)) return;  // one sends; its likes make room for others at once
     await_previous();
-    if (block < 0) {
-        if (blockIdx.y == 0 && blockIdx.z == 0)
-            hand_over(sending, scored, choice, slots, ids, ids_stride, mix, mix_stride, int(used), int(width));
-        return;
-    }
+    if (block < 0)
+        return hand_over(sending, scored, choice, slots, ids, ids_stride, mix, mix_stride, int(used), int(width));
     if (Quant::FORM != FORM_FLOAT) {
         const Activations given = {values + row * x_stride, scales + row * x_stride, x_stride};
         copy_row<Units<Quant>::HAS>(given, int(width), held, threadIdx.x, blockDim.x);
@@ -255,14 +253,19 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_USED)
                               memory + item * ring, opened + (row * items + item) * opened_stride,
                               sums + item * each, ready, block, blocks);
         }
-        if (comes && threadIdx.x == 0) await_landing(landing, row == 0 && block == 0);
+        float landed = 0.0f;  // of the own output, fetched while other warps are still at their products
+        if (comes && (threadIdx.x == 0 || own < each)) {
+            await_landing(landing, threadIdx.x == 0 && row == 0 && block == 0);
+            if (own < each && own_output < outputs) landed = __ldcg(landing.rows + row * landing.row + own_output);
+        }
         __syncthreads();
         for (int i = threadIdx.x; i < each; i += blockDim.x) {
             const int output = output_of(i);
             if (output >= outputs) continue;
             float total = 0.0f;
             for (int a = 0; a < used; ++a) total = __fadd_rn(total, __fmul_rn(mixes[a], sums[a * each + i]));
-            if (comes) total = __fadd_rn(total, __ldcg(landing.rows + row * landing.row + output));
+            if (comes && i != own) landed = __ldcg(landing.rows + row * landing.row + output);
+            if (comes) total = __fadd_rn(total, landed);
             if (shared) total = __fadd_rn(total, sums[used * each + i]);
             out[row * out_stride + output] = total;
             if (residual.plus) {

@@ -232,7 +232,8 @@ DEVICE void land(const Landing& landing, int rows, int width) {
     store_release_here(landing.flag, flag_of(__ldcg(receiving.step), receiving.index));
 }
 
-// By one thread; a barrier must follow. `says`: whether this block notes when it had nothing left to do.
+// By every thread that reads of the rows before the next barrier, one at least. `says`: whether it notes that its block had nothing
+// left to do.
 DEVICE void await_landing(const Landing& landing, bool says) {
     const word wanted = flag_of(__ldcg(landing.receiving.step), landing.receiving.index);
     if (says && landing.receiving.times) landing.receiving.times[BEGUN] = now();

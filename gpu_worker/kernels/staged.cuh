@@ -1,11 +1,11 @@
 // The loop of units.cuh for a type whose units come by way of shared memory. A part of units.cuh.
 #pragma once
 
-// Bytes that one row's lanes take at a time, wherever they begin, and of the two stages of a warp. `ring_bytes` of products.py
-// knows the same.
+// Bytes that one row's lanes take at a time, wherever they begin, some more so that rows lie in different banks, and of the two
+// stages of a warp. `ring_bytes` of products.py knows the same.
 template <class Quant>
 constexpr __host__ __device__ int staged_slot(int bits) {
-    return ((1 << bits >> Units<Quant>::LEAST) * Quant::BYTES + 14 + 15) / 16 * 16 + 16;
+    return ((1 << bits >> Units<Quant>::LEAST) * Quant::BYTES + 14 + 15) / 16 * 16 + (bits & 1 ? 16 : 32);
 }
 template <class Quant>
 constexpr __host__ __device__ int staged_bytes(int bits) { return 2 * staged_slot<Quant>(bits) * (32 >> bits); }

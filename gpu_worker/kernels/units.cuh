@@ -3,13 +3,13 @@
 // memory to registers, those of Q3_K by way of shared memory (q3_k.cuh).
 //
 // A row has so many lanes, a power of two up to 32, as have at least two units each and of which few are without one in the last
-// turn; a warp has as many rows at a time as have room. Lane l of a row has the units l, l + lanes, ...: always the same part of
-// a block.
+// turn (an eighth; a fifth before rows have the fewest lanes); a warp has as many rows at a time as have room. Lane l of a row
+// has the units l, l + lanes, ...: always the same part of a block.
 // Lanes are summed at the row's end by a butterfly. The order of the sum depends on the row's length only, neither on the
 // number of activation rows nor on which warp works. See products.cuh for the other types.
 //
-// The loop over units is bound by how many instructions it has, so that whatever changes by a constant from unit to unit is added
-// to, and whatever does not change is a lane's own.
+// The loop over units is bound by how many instructions it has, so that whatever changes by a constant from unit to unit is
+// added to, and whatever does not change is a lane's own.
 #pragma once
 #include "products.cuh"
 #include "q8_k.cuh"
@@ -36,8 +36,8 @@ template <class Quant>
 DEVICE int lane_bits(int width) {
     const int units = width / Units<Quant>::SIZE;
     for (int bits = 5; bits > Units<Quant>::LEAST; --bits) {
-        const int turns = (units + (1 << bits) - 1) >> bits;
-        if (turns > 1 && 8 * (turns << bits) <= 9 * units) return bits;
+        const int turns = (units + (1 << bits) - 1) >> bits, most = bits > Units<Quant>::LEAST + 1 ? 9 : 10;
+        if (turns > 1 && 8 * (turns << bits) <= most * units) return bits;
     }
     return Units<Quant>::LEAST;
 }
