@@ -119,7 +119,7 @@ def _spreading(lowering: Lowering, chain: Spreading) -> None:
     x = lowering.form_of(kind, op.x)
     lowering.label = chain.name
     grid = (lowering._warp_blocks(kind, width, [Job(0, 0, 0, outputs, 0)], 1),)
-    words = (weights, lowering._row(op.outs[0])[0], outputs, x.values, x.scales, width, row_bytes)
+    words: tuple[int, ...] = (weights, lowering._row(op.outs[0])[0], outputs, x.values, x.scales, width, row_bytes)
     words, shared = (*words, *_spread(lowering, post)), width // 4 * 5 + lowering.rings(kind, width)
     lowering.emit("matmul", "spread_matmul", grid, 32 * _SCORERS, *words, kind=kind, shared=shared)
     _forget_written(lowering, op, post)
