@@ -24,6 +24,7 @@ from bloomery.gpu_worker.chain_lowering import (
     lower_chain,
     open_and_close,
     separate_experts,
+    spreads,
 )
 from bloomery.gpu_worker.chains import (
     Chained,
@@ -37,6 +38,7 @@ from bloomery.gpu_worker.chains import (
     TurnedWindow,
     chained,
 )
+from bloomery.gpu_worker.early_collapse import collapsed_early
 from bloomery.gpu_worker.fusions import MOST_JOBS, AddNorm, Attended, HeadRun, Routed, fused
 from bloomery.gpu_worker.hand_off_lowering import lower_hand_off
 from bloomery.gpu_worker.hyper_lowering import HyperRead, lower_hyper_read, read_together
@@ -111,7 +113,8 @@ class Lowering:
 
     def parts(self) -> Iterable[Chained | HyperRead]:
         """The program's ops as they are launched together."""
-        return read_together(chained(fused(self.program), lambda shared: joined_always(self, shared)))
+        together = read_together(chained(fused(self.program), lambda shared: joined_always(self, shared)))
+        return collapsed_early(self.program, together, lambda chain: spreads(self, chain))
 
     def lower_each(self, *parts: Chained | HyperRead) -> None:
         for op in parts:

@@ -164,7 +164,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, Units<Quant>::BLOCKS)
     let_next_begin();
     if constexpr (Units<Quant>::HAS) {
         const int wide = int(width), bits = row_bits(wide), mine = row_of_lane(wide), last = int(outputs) - 1;
-        const int place = threadIdx.x & ((1 << lane_bits(wide)) - 1);  // of a lane among those of its row: the copy it makes
         const int first = threadIdx.x / 32 * gridDim.x + blockIdx.x, step = gridDim.x * WARPS;
         const Activations x = {rounded, rounded + width, 0};
         auto output_of = [&](int set) { return min((set << bits) + mine, last); };
@@ -184,11 +183,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, Units<Quant>::BLOCKS)
                 const bool there = (set << bits) + mine <= last;
                 if (set != first) spread.fetch(output, copies);
                 __syncwarp();  // all have read
-                const float made = spread.copy_of(place, sum, copies, [&](int i) {
-                    return __shfl_sync(~0u, coefficient, i & 31);
-                });
-                if (there && place < spread.copies) spread.out[place * spread.out_copy + output] = made;
-                if (there && place == 0) out[output] = sum;
+                auto of = [&](int i) { return __shfl_sync(~0u, coefficient, i & 31); };
+                spread.write(output, there, sum, copies, 1 << lane_bits(wide), of);
+                if (there && leads_row(wide)) out[output] = sum;
             });
     }
 }
