@@ -16,6 +16,7 @@ from typing import Final
 import numpy as np
 
 from bloomery.gpu_worker.attention_lowering import attend_and_round, lower_fresh
+from bloomery.gpu_worker.beside import Lowered, put_beside
 from bloomery.gpu_worker.chain_lowering import (
     NO_RESIDUAL,
     NO_SCORES,
@@ -108,8 +109,12 @@ class Lowering:
         self.label = ""
 
     def launches(self) -> list[Launch]:
-        self.lower_each(*self.parts())
-        return self.out
+        lowered: list[Lowered] = []
+        for part in self.parts():
+            first = len(self.out)
+            self.lower_each(part)
+            lowered.append((part, range(first, len(self.out))))
+        return put_beside(self.program, lowered, self.out)
 
     def parts(self) -> Iterable[Chained | HyperRead]:
         """The program's ops as they are launched together."""

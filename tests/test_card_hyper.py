@@ -235,11 +235,11 @@ def test_what_is_collapsed_early() -> None:
     product, mix, later = (op for op in ops if op.name in ("product", "mix", "collapse"))
     assert isinstance(product, MatMul) and isinstance(mix, HyperMix) and isinstance(later, HyperCollapse)
     given = (("x", 256), ("made", 256), ("more", 256), ("result", 256), ("old post", 4), ("old mixing", 16))
-    x, y, more, out, *how = (made.bench.input(name, np.zeros((64, size), np.float32)) for name, size in given)
+    x, y, more, out, old, older = (made.bench.input(name, np.zeros((64, size), np.float32)) for name, size in given)
     later = replace(later, out=out)
     last = MatMul("last", x, (y,), ("own",), (None,))
     made.bench.weights["own"] = f32("own", np.zeros((256, 256)))
-    post = HyperPost("post", y, made.streams, *how, made.streams)
+    post = HyperPost("post", y, made.streams, old, older, made.streams)
     mean = Add("mean", View("streams", 0, 256), View("streams", 256, 256), more)
 
     def taken(*ops: Op, can: bool = True) -> list[str]:
