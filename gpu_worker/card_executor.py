@@ -29,7 +29,7 @@ from bloomery.gpu_worker.driver import Card, CardError, Graph, MappedMemory
 from bloomery.gpu_worker.expert_stream import ExpertStream
 from bloomery.gpu_worker.hand_off_lowering import HostSide
 from bloomery.gpu_worker.kernel_functions import Kernels
-from bloomery.gpu_worker.launches import MAX_ROWS, RECORD_LINES, KernelName, Launch
+from bloomery.gpu_worker.launches import MAX_ROWS, RECORD_LINES, KernelName, Launch, fill_record
 from bloomery.gpu_worker.lowering import lower
 from bloomery.gpu_worker.prompt_lowering import LEAST_ROWS, lower_all, lower_prompt
 from bloomery.gpu_worker.results import Results
@@ -61,20 +61,6 @@ class _Prepared:
 
     launches: list[Launch]
     graph: Graph | None = None
-
-
-def _fill(
-    record: NDArray[np.int32],
-    tokens: NDArray[np.int32],
-    slots: NDArray[np.int32],
-    positions: NDArray[np.int32],
-    wanted: NDArray[np.int32],
-    ahead: int = 0,
-) -> None:
-    """A step record (StepAddresses), of the first of so many steps ahead."""
-    for line, values in zip(record, (tokens, slots, positions, wanted)):
-        line[: len(values)] = values
-    record[4, :2] = 0, ahead
 
 
 class CardExecutor:
@@ -321,7 +307,7 @@ class CardExecutor:
         """Steps on each other's greedy tokens. The record goes to the card once, and its last launch of each step moves
         it on; the copies of a step's results are on the stream before the next step writes them."""
         count, record = len(rows.tokens), self._records[0]
-        _fill(record, rows.tokens, rows.slots, rows.positions, rows.out_rows, rows.ahead)
+        fill_record(record, rows.tokens, rows.slots, rows.positions, rows.out_rows, rows.ahead)
         prepared = self._prepare(count, count, advance=True)
         with self._feed.serving(rows, self._history) if self._feed else contextlib.nullcontext():
             if begun:
@@ -394,7 +380,7 @@ class CardExecutor:
                 record: NDArray[np.int32] = self._block_record
             else:
                 record, groups = self._records[groups], groups + 1
-            _fill(record, rows.tokens[part], rows.slots[part], rows.positions[part], wanted)
+            fill_record(record, rows.tokens[part], rows.slots[part], rows.positions[part], wanted)
             place = self.memory.prompt_step if block else self.memory.step
             cuda.memcpy_htod_async(place.tokens, record, stream)
             if block:
@@ -467,7 +453,7 @@ class CardExecutor:
         self._launch_eagerly(prepared.launches, wait=self._sync or self._graphs)
         if self._graphs:
             graph = Graph(self.card)
-            with graph.capture():
+            with graph.capture(), self._kernels.beside():
                 self._launch_eagerly(prepared.launches, wait=False)
             prepared.graph = graph
 

@@ -28,7 +28,7 @@ from bloomery.gpu_worker.products import (
     ring_bytes,
     rows_of_warp,
 )
-from bloomery.runtime.ops_deepseek4 import HyperPost, SoftplusRouter
+from bloomery.runtime.ops_deepseek4 import SoftplusRouter
 from bloomery.runtime.ops_hand_off import HandOffReceive
 from bloomery.runtime.program import Add, MatMul, Op, RoutedExperts, Router
 
@@ -100,38 +100,46 @@ def residual(lowering: Lowering, add: Add | None) -> tuple[int, ...]:
 
 def _spreading(lowering: Lowering, chain: Spreading) -> None:
     """One row's copies are made by the kernel that the result comes from."""
-    op, post = chain.op, chain.post
-    few = lowering._count(post.y) == 1 and post.streams.count <= _MOST_SPREAD
-    lowering.label = chain.name
+    op, post, collapse = chain.op, chain.post, chain.collapse
+    if not spreads(lowering, chain):
+        lowering.lower_each(op, post, *([collapse] if collapse else []))
+        return
     if isinstance(op, Shared):
-        if not few or not joined_experts(lowering, op.experts):
-            lowering.lower_each(op, post)
-            return
-        open_and_close(lowering, op, NO_SCORES, None, post)
-        _forget_written(lowering, *op.parts, post)
+        lowering.label = op.name
+        open_and_close(lowering, op, NO_SCORES, None, chain)
+        _forget_written(lowering, *op.parts, post, collapse)
         return
     width, outputs = op.x.elements, op.outs[0].elements
-    kind = lowering.program.weights[op.weights[0]].quant_type.name
-    if not few or kind not in UNIT_TYPES:
-        lowering.lower_each(op, post)
-        return
-    weights, _, row_bytes = lowering._weight(op.weights[0], width, outputs)
+    weights, kind, row_bytes = lowering._weight(op.weights[0], width, outputs)
+    lowering.label = op.name
     x = lowering.form_of(kind, op.x)
     lowering.label = chain.name
     grid = (lowering._warp_blocks(kind, width, [Job(0, 0, 0, outputs, 0)], 1),)
     words: tuple[int, ...] = (weights, lowering._row(op.outs[0])[0], outputs, x.values, x.scales, width, row_bytes)
-    words, shared = (*words, *_spread(lowering, post)), width // 4 * 5 + lowering.rings(kind, width)
+    words, shared = (*words, *_spread(lowering, chain)), width // 4 * 5 + lowering.rings(kind, width)
     lowering.emit("matmul", "spread_matmul", grid, 32 * _SCORERS, *words, kind=kind, shared=shared)
-    _forget_written(lowering, op, post)
+    _forget_written(lowering, op, post, collapse)
 
 
-def _spread(lowering: Lowering, post: HyperPost | None) -> tuple[int, ...]:
+def spreads(lowering: Lowering, chain: Spreading) -> bool:
+    """Whether there is a kernel for all of it."""
+    op, post = chain.op, chain.post
+    if lowering._count(post.y) != 1 or post.streams.count > _MOST_SPREAD:
+        return False
+    if isinstance(op, Shared):
+        return joined_experts(lowering, op.experts)
+    return lowering.program.weights[op.weights[0]].quant_type.name in UNIT_TYPES
+
+
+def _spread(lowering: Lowering, chain: Spreading | None) -> tuple[int, ...]:
     """The Spread of spread.cuh; of none: zeros."""
-    if post is None:
-        return (0,) * 7
+    if chain is None:
+        return (0,) * 9
+    post, collapse = chain.post, chain.collapse
     (streams, _, copy), (out, _, out_copy) = lowering._heads(post.streams), lowering._heads(post.out)
     how = (lowering._row(post.post)[0], lowering._row(post.mixing)[0])
-    return (streams, copy, *how, out, out_copy, post.streams.count)
+    collapsed = (lowering._row(collapse.pre)[0], lowering._row(collapse.out)[0]) if collapse else (0, 0)
+    return (streams, copy, *how, out, out_copy, post.streams.count, *collapsed)
 
 
 def _norm_words(lowering: Lowering, op: AddNorm) -> tuple[tuple[int, ...], Activations | None]:
@@ -283,7 +291,7 @@ def joined_always(lowering: Lowering, shared: Shared) -> bool:
 
 
 def open_and_close(
-    lowering: Lowering, shared: Shared, scored: tuple[int, ...], add: Add | None, post: HyperPost | None = None
+    lowering: Lowering, shared: Shared, scored: tuple[int, ...], add: Add | None, spreading: Spreading | None = None
 ) -> None:
     """silu(gate) * up of every item; then down's products, their inputs rounded and their sums formed meanwhile. Each
     has a block more for the hand-off's half that it takes in, but no more than the card holds at a time: one too many
@@ -326,10 +334,11 @@ def open_and_close(
     ring = ring_bytes(lowering.program.weights[op.down].quant_type, hidden)
     each = together * blocks(sets, closers)
     memory = items * (ring + hidden // 4 * 5 + 4 * each)
-    after = add or post
-    lowering.label = f"{op.name} & {after.name}" if after else op.name
+    after = [add, *((spreading.post, spreading.collapse) if spreading else ())]
+    lowering.label = " & ".join([op.name, *(each.name for each in after if each)])
     own = lowering._weight(always.closed.weights[0], hidden, outputs)[0] if always else 0
-    words = (*words, each, own, *residual(lowering, add), *_spread(lowering, post), *landing(lowering, shared.receive))
+    words = (*words, each, own, *residual(lowering, add), *_spread(lowering, spreading))
+    words = (*words, *landing(lowering, shared.receive))
     lowering.emit("matmul", "close_experts", (closers + lands, rows), 32 * items, *words, kind=kind, shared=memory)
 
 

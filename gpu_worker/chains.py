@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from bloomery.gpu_worker.fusions import AddNorm, Attended, HeadJob, HeadRun, Routed
-from bloomery.runtime.ops_deepseek4 import HyperPost, SoftplusRouter, WindowAttention
+from bloomery.runtime.ops_deepseek4 import HyperCollapse, HyperPost, SoftplusRouter, WindowAttention
 from bloomery.runtime.ops_hand_off import HandOffReceive, HandOffSend
 from bloomery.runtime.program import (
     Add,
@@ -77,14 +77,17 @@ class Summed:
 
 @dataclass(frozen=True)
 class Spreading:
-    """A sublayer's last product or its experts, and the residual copies that a hyper-connection makes of the result."""
+    """A sublayer's last product or its experts, the residual copies that a hyper-connection makes of the result, and
+    perhaps what the next sublayer reads of them (`early_collapse`)."""
 
     op: MatMul | Shared
     post: HyperPost
+    collapse: HyperCollapse | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.op.name} & {self.post.name}"
+        names = [self.op.name, self.post.name, *([self.collapse.name] if self.collapse else [])]
+        return " & ".join(names)
 
 
 @dataclass(frozen=True)

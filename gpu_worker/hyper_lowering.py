@@ -94,7 +94,8 @@ def lower_hyper_read(lowering: Lowering, read: HyperRead) -> None:
         collapsed = (*((0, 0) if own else lowering._row(collapse.pre)), *lowering._row(collapse.out), width)
         collapsing = max(1, blocks(blocks(width, _THREADS), max(1, rows)))
     each = _BEFORE + _TERMS * outputs * elements // 64
-    # One area for all: nobody looks at it before the launches before this one have ended, which leave it 0.
+    # One area for all: nobody looks at it before the launches before this one have ended, which leave it 0; each of
+    # those that run beside others (`beside`) is waited for before the next begins.
     words = lowering.context.constant(f"words of hyper_read {each}", np.zeros(MAX_ROWS * each, np.int64))
     grid = (blocks(elements, _CHUNK) + 1 + collapsing, rows)
     given = (weights, row_bytes, outputs, *mix_words(lowering, mix), *collapsed, words, each)

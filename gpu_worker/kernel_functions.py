@@ -1,20 +1,22 @@
 """Kernels on the card: compiled files loaded as modules, and their functions launched on the card's stream.
 
-Owns modules and the launch call. Functions are launched by ctypes, since PyCUDA cannot let a kernel begin before its
-predecessor has ended (`kernels/machine.cuh`).
+Owns modules and the launch call, and which stream a launch goes to. Functions are launched by ctypes, since PyCUDA
+cannot let a kernel begin before its predecessor has ended (`kernels/machine.cuh`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from bloomery.gpu_worker.compile_cache import cubin
 from bloomery.gpu_worker.driver import Card, CardError, Library
 from bloomery.gpu_worker.launches import KernelName, Launch
+from bloomery.gpu_worker.side_stream import SideStream
 
 _PROGRAMMATIC_SERIALISATION = 6
 _BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0
@@ -55,6 +57,8 @@ class Kernels:
         self._shared: dict[KernelName, int] = {}
         self._attribute = _Attribute(_PROGRAMMATIC_SERIALISATION, 0, 1, b"")
         able = int(card.architecture.removeprefix("sm_")) >= 90
+        self._side = SideStream(card, self._library)
+        self._apart = False
         self.overlap = able and os.environ.get("BLOOMERY_CARD_OVERLAP", "1") != "0"
 
     def load(self, names: set[KernelName], progress: Callable[[str, int, int], None]) -> None:
@@ -72,8 +76,23 @@ class Kernels:
             self._library.call("cuModuleGetFunction", ctypes.byref(function), module, name.function.encode())
             self._functions[name] = function
 
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """While a graph is captured: launches that may run beside others do. All are joined at the end."""
+        self._apart = True
+        try:
+            yield
+            self._side.join()
+        finally:
+            self._apart = self._side.away = False
+
     def launch(self, launch: Launch) -> None:
         """Puts a launch on the card's stream; CardError names the kernel and the op."""
+        away, joins = self._apart and launch.beside, self._apart and launch.joins
+        if joins:
+            self._side.join()
+        if away:
+            self._side.leave()
         words = np.array(launch.words, np.int64)
         size = ctypes.c_size_t(words.nbytes)
         extra = (ctypes.c_void_p * 5)(_BUFFER_POINTER, words.ctypes.data, _BUFFER_SIZE, ctypes.addressof(size), _END)
@@ -81,9 +100,9 @@ class Kernels:
             launch.grid,
             (launch.threads, 1, 1),
             launch.shared,
-            self._card.stream.handle,
+            self._side.handle if away else self._card.stream.handle,
             ctypes.pointer(self._attribute),
-            int(self.overlap),
+            int(self.overlap and not (away or joins)),  # who follows another stream's launch waits for its end
         )
         function = self._functions[launch.kernel]
         try:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.runtime.model_file import Tensor
@@ -37,7 +38,8 @@ class KernelName:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel on one grid. `label` is the op's name, for errors and timings; `shared` is dynamic shared memory."""
+    """One kernel on one grid. `label` is the op's name, for errors and timings; `shared` is dynamic shared memory.
+    `beside`: in a graph it may run while those after it do, up to the first one that `joins`, which waits for it."""
 
     kernel: KernelName
     grid: tuple[int, int, int]
@@ -45,6 +47,8 @@ class Launch:
     words: tuple[int, ...]
     label: str
     shared: int = 0
+    beside: bool = False
+    joins: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,20 @@ class AheadAddresses:
     tokens: int
     rows: dict[str, int]
     token_bytes: int
+
+
+def fill_record(
+    record: NDArray[np.int32],
+    tokens: NDArray[np.int32],
+    slots: NDArray[np.int32],
+    positions: NDArray[np.int32],
+    wanted: NDArray[np.int32],
+    ahead: int = 0,
+) -> None:
+    """A step record (StepAddresses), of the first of so many steps ahead."""
+    for line, values in zip(record, (tokens, slots, positions, wanted)):
+        line[: len(values)] = values
+    record[4, :2] = 0, ahead
 
 
 class CardContext(Protocol):

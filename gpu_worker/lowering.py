@@ -16,6 +16,7 @@ from typing import Final
 import numpy as np
 
 from bloomery.gpu_worker.attention_lowering import attend_and_round, lower_fresh
+from bloomery.gpu_worker.beside import Lowered, put_beside
 from bloomery.gpu_worker.chain_lowering import (
     NO_RESIDUAL,
     NO_SCORES,
@@ -24,6 +25,7 @@ from bloomery.gpu_worker.chain_lowering import (
     lower_chain,
     open_and_close,
     separate_experts,
+    spreads,
 )
 from bloomery.gpu_worker.chains import (
     Chained,
@@ -37,6 +39,7 @@ from bloomery.gpu_worker.chains import (
     TurnedWindow,
     chained,
 )
+from bloomery.gpu_worker.early_collapse import collapsed_early
 from bloomery.gpu_worker.fusions import MOST_JOBS, AddNorm, Attended, HeadRun, Routed, fused
 from bloomery.gpu_worker.hand_off_lowering import lower_hand_off
 from bloomery.gpu_worker.hyper_lowering import HyperRead, lower_hyper_read, read_together
@@ -108,12 +111,17 @@ class Lowering:
         self.label = ""
 
     def launches(self) -> list[Launch]:
-        self.lower_each(*self.parts())
-        return self.out
+        lowered: list[Lowered] = []
+        for part in self.parts():
+            first = len(self.out)
+            self.lower_each(part)
+            lowered.append((part, range(first, len(self.out))))
+        return put_beside(self.program, lowered, self.out)
 
     def parts(self) -> Iterable[Chained | HyperRead]:
         """The program's ops as they are launched together."""
-        return read_together(chained(fused(self.program), lambda shared: joined_always(self, shared)))
+        together = read_together(chained(fused(self.program), lambda shared: joined_always(self, shared)))
+        return collapsed_early(self.program, together, lambda chain: spreads(self, chain))
 
     def lower_each(self, *parts: Chained | HyperRead) -> None:
         for op in parts:

@@ -240,6 +240,20 @@ class EmulatedKernels:
 
     def __init__(self, card: EmulatedCard) -> None:
         self._card, self._loaded = card, set[KernelName]()
+        self._held: list[Launch] | None = None
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """A launch that may run beside others does so as late as it may: before the one that waits, or at the end."""
+        self._held = []
+        yield
+        self._release()
+        self._held = None
+
+    def _release(self) -> None:
+        assert self._card.captured is not None and self._held is not None
+        self._card.captured += self._held
+        self._held.clear()
 
     def load(self, names: set[KernelName], progress: Callable[[str, int, int], None]) -> None:
         self._loaded |= names
@@ -249,8 +263,11 @@ class EmulatedKernels:
         assert launch.kernel in self._loaded, f"{launch.kernel} is launched and was not loaded"
         if self._card.captured is None:
             self._card.stream.work.append(partial(run, launch))
-        else:
-            self._card.captured.append(launch)
+            return
+        if self._held is not None and launch.joins:
+            self._release()
+        target = self._held if self._held is not None and launch.beside else self._card.captured
+        target.append(launch)
 
 
 class EmulatedMapping:

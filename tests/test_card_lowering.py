@@ -33,7 +33,7 @@ from bloomery.runtime.split_program import card_part, without_hand_offs
 
 STEP = ("Jobs", 20), ("Input", 6), ("Cache", 3), ("HeadJobs", 36), ("Ring", 5), ("Groups", 7), ("Choice", 7)
 STEP += ("Scored", 10), ("Fresh", 13), ("Normed", 10), ("Residual", 4), ("Sending", 17), ("Receiving", 12)
-STEP += ("Landing", 15), ("Added", 4), ("Opened", 3), ("SoftplusChoice", 11), ("Spread", 7), ("Ending", 6)
+STEP += ("Landing", 15), ("Added", 4), ("Opened", 3), ("SoftplusChoice", 11), ("Spread", 9), ("Ending", 6)
 STEP += ("Mixing", 17), ("Collapse", 5)
 """Parameters that are structs of words, and of how many."""
 

@@ -17,8 +17,8 @@ from test_card_chains import Unchained
 from bloomery.gpu_worker.lowering import Lowering
 from bloomery.gpu_worker.products import UNIT_TYPES
 from bloomery.runtime.model_file import Tensor
-from bloomery.runtime.ops_deepseek4 import HyperPost
-from bloomery.runtime.program import Add, MatMul, RmsNorm, RoutedExperts, Router, SwiGlu, View
+from bloomery.runtime.ops_deepseek4 import HyperCollapse, HyperPost
+from bloomery.runtime.program import Add, MatMul, Op, RmsNorm, RoutedExperts, Router, SwiGlu, View
 
 pytestmark = pytest.mark.timeout(300)
 BAND = 0.02  # of activations in eight bits
@@ -83,29 +83,39 @@ def test_experts(kind: Kind, width: int, hidden: int) -> None:
 
 @pytest.mark.parametrize("kind", UNIT_TYPES)
 @pytest.mark.parametrize("width", (256, 768, 2048, 4352))
-@pytest.mark.parametrize("copies", (1, 4))
-def test_products_that_are_spread(kind: Kind, width: int, copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A product and the residual copies made of it: the bits of one after the other, however many rows a warp has."""
+@pytest.mark.parametrize("copies, collapses", ((1, True), (3, False), (4, True)))
+def test_products_that_are_spread(
+    kind: Kind, width: int, copies: int, collapses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product, the residual copies made of it and their sum: the bits of one after the other, however many rows a
+    warp has."""
     generator = np.random.default_rng(width)
     bench, outputs = Bench(), 37
     x = bench.input("x", generator.standard_normal((64, width), np.float32))
-    given = (("streams", copies * outputs), ("post", copies), ("mixing", copies * copies))
-    streams, post, mixing = (
+    given = (("streams", copies * outputs), ("post", copies), ("mixing", copies * copies), ("pre", copies))
+    streams, post, mixing, pre = (
         bench.input(name, generator.standard_normal((64, size), np.float32)) for name, size in given
     )
     streams = View(streams.buffer, 0, outputs, copies, outputs)
     y = bench.buffer("y", outputs)
     bench.weights["w"] = weights(generator, kind, "w", width, outputs)
-    program = bench.program(
-        MatMul("product", x, (y,), ("w",), (None,)), HyperPost("spread", y, streams, post, mixing, streams)
-    )
+    collapsed = bench.input("collapsed", np.zeros((64, outputs), np.float32))
+    ops: list[Op] = [
+        MatMul("product", x, (y,), ("w",), (None,)),
+        HyperPost("spread", y, streams, post, mixing, streams),
+    ]
+    if collapses:
+        ops.append(HyperCollapse("collapse", streams, pre, collapsed))
+    program = bench.program(*ops)
     found = []
     for lowering in (Lowering, Unchained):
         monkeypatch.setattr("bloomery.gpu_worker.lowering.Lowering", lowering)
         card = EmulatedCard(program)
         names = {launch.kernel.function for launch in card.run(rows_of(np.arange(3, 4)), block=False)}
         assert ("spread_matmul" in names) == (lowering is Lowering) != ("hyper_post" in names)
-        found.append((card.read(y, 1), card.read(streams, 1)))
+        assert ("hyper_collapse" in names) == (lowering is Unchained and collapses)
+        found.append((card.read(y, 1), card.read(streams, 1), card.read(collapsed, 1)))
+    assert found[0][2].any() == collapses
     for one, other in zip(*found, strict=True):
         assert np.isfinite(one).all() and np.array_equal(one, other)
 
@@ -115,20 +125,20 @@ def test_products_that_are_spread(kind: Kind, width: int, copies: int, monkeypat
 def test_experts_with_one_that_every_row_takes(
     kind: Kind, width: int, hidden: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With limits of its own, and the sum spread over copies: the bits of all ops one after the other."""
+    """With limits of its own, and the sum spread over copies that are collapsed: the bits of all ops one by one."""
     generator = np.random.default_rng(hidden)
     experts, used, copies = 5, 3, 4
     bench = Bench()
     x = bench.input("x", generator.standard_normal((64, width), np.float32))
     logits = bench.input("scores", generator.standard_normal((64, experts), np.float32))
-    given = (("streams", copies * width), ("post", copies), ("mixing", copies * copies))
-    streams, post, mixing = (
+    given = (("streams", copies * width), ("post", copies), ("mixing", copies * copies), ("pre", copies))
+    streams, post, mixing, pre = (
         bench.input(name, generator.standard_normal((64, size), np.float32)) for name, size in given
     )
     streams = View(streams.buffer, 0, width, copies, width)
     ids, mix, out = bench.buffer("ids", used, "i32"), bench.buffer("mix", used), bench.buffer("out", width)
     gate, up, inside = (bench.buffer(name, hidden) for name in ("own gate", "own up", "inside"))
-    shared = bench.buffer("shared", width)
+    shared, collapsed = bench.buffer("shared", width), bench.buffer("collapsed", width)
     for name, *shape in (("gate", width, hidden), ("up", width, hidden), ("down", hidden, width)):
         bench.weights[name] = weights(generator, kind, name, *shape, experts)
         bench.weights[f"own {name}"] = weights(generator, kind, f"own {name}", *shape)
@@ -140,6 +150,7 @@ def test_experts_with_one_that_every_row_takes(
         MatMul("close", inside, (shared,), ("own down",), (None,)),
         Add("sum", out, shared, out),
         HyperPost("spread", out, streams, post, mixing, streams),
+        HyperCollapse("collapse", streams, pre, collapsed),
     )
     found = []
     for lowering in (Lowering, Unchained):
@@ -147,7 +158,8 @@ def test_experts_with_one_that_every_row_takes(
         card = EmulatedCard(program)
         names = {launch.kernel.function for launch in card.run(rows_of(np.arange(3, 4)), block=False)}
         assert ("swiglu" in names) == ("hyper_post" in names) == (lowering is Unchained)
-        found.append((card.read(out, 1), card.read(streams, 1)))
+        assert ("hyper_collapse" in names) == (lowering is Unchained)
+        found.append((card.read(out, 1), card.read(streams, 1), card.read(collapsed, 1)))
     for one, other in zip(*found, strict=True):
         assert np.isfinite(one).all() and np.array_equal(one, other)
 

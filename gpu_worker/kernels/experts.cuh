@@ -274,9 +274,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_USED)
             }
             if (!spread.out) continue;
             if (i != own) spread.fetch(output, copies);
-            for (int k = 0; k < spread.copies; ++k)
-                spread.out[k * spread.out_copy + output] =
-                    spread.copy_of(k, total, copies, [&](int at) { return coefficients[at]; });
+            spread.write(output, true, total, copies, 1, [&](int at) { return coefficients[at]; });
         }
     }
 }

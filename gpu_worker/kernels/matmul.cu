@@ -168,7 +168,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, Units<Quant>::BLOCKS)
     let_next_begin();
     if constexpr (Units<Quant>::HAS) {
         const int wide = int(width), bits = row_bits<Quant>(wide), mine = row_of_lane<Quant>(wide), last = int(outputs) - 1;
-        const int lanes = 1 << lane_bits<Quant>(wide), place = threadIdx.x & (lanes - 1);  // of those of its row: the copies it makes
         const int first = threadIdx.x / 32 * gridDim.x + blockIdx.x, step = gridDim.x * WARPS;
         const Activations x = {rounded, rounded + width, 0};
         uint8_t* ring = rounded + width / 4 * 5 + threadIdx.x / 32 * ring_of_units<Quant>(wide);
@@ -189,13 +188,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, Units<Quant>::BLOCKS)
                 const bool there = (set << bits) + mine <= last;
                 if (set != first) spread.fetch(output, copies);
                 __syncwarp();  // all have read
-                for (int copy = place, k = 0; k < spread.copies; copy += lanes, k += lanes) {
-                    const float made = spread.copy_of(copy, sum, copies, [&](int i) {
-                        return __shfl_sync(~0u, coefficient, i & 31);
-                    });
-                    if (there && copy < spread.copies) spread.out[copy * spread.out_copy + output] = made;
-                }
-                if (there && place == 0) out[output] = sum;
+                auto of = [&](int i) { return __shfl_sync(~0u, coefficient, i & 31); };
+                spread.write(output, there, sum, copies, 1 << lane_bits<Quant>(wide), of);
+                if (there && leads_row<Quant>(wide)) out[output] = sum;
             });
     }
 }
