@@ -17,7 +17,7 @@ from typing import Final
 from bloomery.gpu_worker.chains import Chained, Spreading
 from bloomery.gpu_worker.hyper_lowering import HyperRead
 from bloomery.gpu_worker.launches import Launch
-from bloomery.runtime.program import Op, Program, op_views
+from bloomery.runtime.program import MatMul, Op, Program, op_views
 
 _SPREADERS: Final = ("spread_matmul", "close_experts")
 """Kernels that make a Spreading's copies; launches of it before them do no more than its product or experts."""
@@ -80,5 +80,7 @@ def _joins(
     if isinstance(part, Spreading) and launches[places[-1]].kernel.function in _SPREADERS:
         last: list[Op] = [part.post, *([part.collapse] if part.collapse else [])]
         if not pending.meets(op for op in ops if op not in last):
-            return places[-1] if pending.meets(last) else None
+            # what rounds the product's input before it fetches nothing early, so it loses less by waiting
+            place = places[0] if isinstance(part.op, MatMul) else places[-1]
+            return place if pending.meets(last) else None
     return places[0] if pending.meets(ops) else None

@@ -65,7 +65,7 @@ def found_early(program: Program, card: EmulatedCard, launches: list[Launch]) ->
 @pytest.mark.parametrize("rows", (1, 3))
 @pytest.mark.parametrize("name", ("a", "b"))
 def test_who_waits(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that collapse nothing run beside others, up to the kernel that makes the copies anew."""
+    """All that collapse nothing run beside others, up to the kernels that make the copies anew, or what rounds for them."""
     program = tiny(name)
     card: Any = EmulatedCard(program, rows=8)
     lower(program, card, rows, 1)  # sizes the scratch
@@ -76,7 +76,7 @@ def test_who_waits(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> Non
     waits = [launch for launch in launches if launch.joins]
     assert len(waits) == len(beside) > 0
     if rows == 1:
-        assert {launch.kernel.function for launch in waits} == {"spread_matmul", "close_experts"}
+        assert {launch.kernel.function for launch in waits} == {"quantise_Q8_K", "close_experts"}
         assert len(beside) == len(early(launches))  # the first one, and not the last
         assert [launch for launch in ahead_launches(program, card, 1, None) if launch.beside] == beside
     monkeypatch.setenv("BLOOMERY_CARD_BESIDE", "0")
