@@ -65,7 +65,8 @@ def found_early(program: Program, card: EmulatedCard, launches: list[Launch]) ->
 @pytest.mark.parametrize("rows", (1, 3))
 @pytest.mark.parametrize("name", ("a", "b"))
 def test_who_waits(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that collapse nothing run beside others, up to the kernels that make the copies anew, or what rounds for them."""
+    """All that collapse nothing run beside others, up to the kernels that make the copies anew, or what rounds for
+    them."""
     program = tiny(name)
     card: Any = EmulatedCard(program, rows=8)
     lower(program, card, rows, 1)  # sizes the scratch
