@@ -51,7 +51,7 @@ class CardMemory:
         self._card = card
         self._program = program
         self.context, self.cache_type = context, cache_type
-        self.multiprocessors = card.multiprocessors
+        self.multiprocessors, self.block_shared = card.multiprocessors, card.block_shared
         self._types = {name: element_type(state, cache_type) for name, state in program.states.items()}
         self._rows = {name: state.rows(context, spare) for name, state in program.states.items()}
         self.sizes: dict[str, int] = {}

@@ -28,6 +28,7 @@ from bloomery.gpu_worker.products import (
     ring_bytes,
     rows_of_warp,
 )
+from bloomery.runtime.model_file import Tensor
 from bloomery.runtime.ops_deepseek4 import SoftplusRouter
 from bloomery.runtime.ops_hand_off import HandOffReceive
 from bloomery.runtime.program import Add, MatMul, Op, RoutedExperts, Router
@@ -167,6 +168,10 @@ def _normed_product(lowering: Lowering, chain: NormedProduct) -> None:
         return
     most = max(names, key=names.count)
     kind = next(kind for kind in kinds if kind.name == most)
+    shared = _NORM_THREADS // 32 * ring_bytes(kind, width) + 4 * width + width // 4 * 5
+    if shared > lowering.context.block_shared:
+        lowering.lower_each(norm, product)
+        return
     chosen = [i for i, each in enumerate(kinds) if each.name == most][:JOBS]
     lowering._forget({norm.norm.out.buffer})
     words, made = _norm_words(lowering, norm)
@@ -178,7 +183,6 @@ def _normed_product(lowering: Lowering, chain: NormedProduct) -> None:
     together = rows_of_warp(most, width)
     sets = sum(blocks(job.outputs, together) for job in jobs)
     grid = (min(resident(most) * lowering.context.multiprocessors, sets),)
-    shared = _NORM_THREADS // 32 * ring_bytes(kind, width) + 4 * width + width // 4 * 5
     lowering.label = chain.name
     lowering.emit(
         "matmul", "normed_matmul", grid, _NORM_THREADS, *job_words(jobs), *words, row_bytes, kind=most, shared=shared
@@ -262,22 +266,40 @@ def _scored(lowering: Lowering, router: Router) -> tuple[int, ...]:
     return (*lowering._row(router.logits), *lowering._choice(router))
 
 
-def joined_experts(lowering: Lowering, op: RoutedExperts) -> bool:
-    """Whether `open_and_close` has kernels for these experts."""
-    kinds = [lowering.program.weights[name].quant_type.name for name in (op.gate, op.up, op.down)]
-    return kinds[0] == kinds[1] not in FLOAT_TYPES and kinds[2] in SUPER_TYPES and op.ids.elements <= _MOST_USED
+def joined_experts(lowering: Lowering, op: RoutedExperts, more: int = 0) -> bool:
+    """Whether `open_and_close` has kernels for these experts and so many that every row takes."""
+    gate, up, down = (lowering.program.weights[name] for name in (op.gate, op.up, op.down))
+    kinds = [tensor.quant_type.name for tensor in (gate, up, down)]
+    known = kinds[0] == kinds[1] not in FLOAT_TYPES and kinds[2] in SUPER_TYPES and op.ids.elements + more <= _MOST_USED
+    if not known or down.shape[0] % down.quant_type.block_elements:
+        return known
+    least = _opening_shared(gate, op.x.elements, _LEAST_OPENERS)
+    closing = _closing(lowering, op, op.ids.elements + more, _CLOSERS)[2]
+    return max(least, closing) <= lowering.context.block_shared
+
+
+def _opening_shared(gate: Tensor, inputs: int, warps: int) -> int:
+    """Shared memory of a block of open_experts: rings, and the row as Q8_K."""
+    return warps * ring_bytes(gate.quant_type, inputs) + inputs // 4 * 5
+
+
+def _closing(lowering: Lowering, op: RoutedExperts, items: int, less: int = 0) -> tuple[int, int, int]:
+    """Blocks of close_experts, outputs of each at most, and its shared memory: rings, hidden rows as Q8_K, sums. A row
+    has `less` blocks less."""
+    down, rows = lowering.program.weights[op.down], lowering._count(op.x)
+    hidden, outputs = down.shape[:2]
+    together = rows_of_warp(down.quant_type.name, hidden)
+    sets = blocks(outputs, together)
+    closers = min(sets, max(1, blocks(_CLOSERS * lowering.context.multiprocessors, rows or 1) - less))
+    each = together * blocks(sets, closers)
+    return closers, each, items * (ring_bytes(down.quant_type, hidden) + hidden // 4 * 5 + 4 * each)
 
 
 def joined_always(lowering: Lowering, shared: Shared) -> bool:
     """Whether `open_and_close` takes an expert that every row takes with these: one row (blocks share no weights), the
     same types and widths, and nobody reads what lies between its products."""
     op, always = shared.experts, shared.always
-    if (
-        always is None
-        or lowering._count(op.x) != 1
-        or op.ids.elements >= _MOST_USED
-        or not joined_experts(lowering, op)
-    ):
+    if always is None or lowering._count(op.x) != 1 or not joined_experts(lowering, op, 1):
         return False
     weights = lowering.program.weights
     routed = [weights[name] for name in (op.gate, op.up, op.down)]
@@ -308,7 +330,9 @@ def open_and_close(
     sends, lands = int(shared.send is not None), int(shared.receive is not None)
     most = max(1, (_OPENERS_EACH * lowering.context.multiprocessors - sends) // max(1, rows * items))
     sets = blocks(2 * hidden, max(2, rows_of_warp(kind, inputs)))
-    openers = _warps_of_block(sets, most, most_openers(kind))
+    room, tensor = lowering.context.block_shared, lowering.program.weights[op.gate]
+    fitting = [w for w in range(_LEAST_OPENERS, most_openers(kind) + 1) if _opening_shared(tensor, inputs, w) <= room]
+    openers = _warps_of_block(sets, most, max(fitting, default=_LEAST_OPENERS))
     grid = (min(blocks(sets, openers), most) + sends, items, rows)
     places = (gate, up, opened, hidden, hidden, x.values, x.scales, x.stride)
     words = (
@@ -324,16 +348,11 @@ def open_and_close(
         *scored,
     )
     words = (*words, *sending(lowering, shared.send))
-    memory = openers * ring_bytes(lowering.program.weights[op.gate].quant_type, inputs) + inputs // 4 * 5
+    memory = _opening_shared(tensor, inputs, openers)
     lowering.emit("matmul", "open_experts", grid, 32 * openers, *words, kind=kind, shared=memory)
     down, kind, row_bytes = lowering._weight(op.down, hidden, outputs, experts)
-    together = rows_of_warp(kind, hidden)
-    sets = blocks(outputs, together)
-    closers = min(sets, max(1, blocks(_CLOSERS * lowering.context.multiprocessors, rows or 1) - lands))
+    closers, each, memory = _closing(lowering, op, items, lands)
     words = (down, *lowering._row(op.out), outputs, opened, hidden, *ids, *mix, used, slots, hidden, row_bytes)
-    ring = ring_bytes(lowering.program.weights[op.down].quant_type, hidden)
-    each = together * blocks(sets, closers)
-    memory = items * (ring + hidden // 4 * 5 + 4 * each)
     after = [add, *((spreading.post, spreading.collapse) if spreading else ())]
     lowering.label = " & ".join([op.name, *(each.name for each in after if each)])
     own = lowering._weight(always.closed.weights[0], hidden, outputs)[0] if always else 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Final
 
 from bloomery.gpu_worker.fusions import AddNorm, Attended, HeadJob, HeadRun, Routed
 from bloomery.runtime.ops_deepseek4 import HyperCollapse, HyperPost, SoftplusRouter, WindowAttention
@@ -27,6 +28,8 @@ from bloomery.runtime.program import (
     View,
     op_views,
 )
+
+_MOST_PAIRS: Final = 256  # window.cu: a thread turns one
 
 
 @dataclass(frozen=True)
@@ -266,7 +269,9 @@ def _fresh(parts: list[Fused | Shared | Summed]) -> FreshAttention | None:
                 return None
             widths = query.view.width == key.view.width == attention.key_width
             heads = key.view.count == value.view.count == attention.kv_heads
-            turned = query.rope is not None and key.rope is not None and value.rope is None and value.norm is None
+            ropes = [(job.rope, job.view) for job in (query, key)]  # of whole heads, not of their ends
+            turned = all(rope is not None and rope.x == view for rope, view in ropes)
+            turned = turned and value.rope is None and value.norm is None
             if widths and heads and turned and value.view.width == attention.value_width:
                 return FreshAttention(run, query, key, value, attended)
     return None
@@ -296,19 +301,24 @@ def _choice(parts: list[Fused | Shared | Summed]) -> NormedChoice | None:
 def _spreading(parts: list[Fused | Shared | Summed]) -> Spreading | None:
     match parts:
         case [MatMul() as product, HyperPost() as post] if product.outs == (post.y,) and not any(product.biases):
-            if post.streams.buffer not in {product.x.buffer, post.y.buffer}:
-                return Spreading(product, post)
+            return Spreading(product, post) if _spread_apart(product.x, post) else None
         case [Shared() as shared, HyperPost() as post] if shared.experts.out == post.y:
-            if post.streams.buffer not in {shared.experts.x.buffer, post.y.buffer}:
-                return Spreading(shared, post)
+            return Spreading(shared, post) if _spread_apart(shared.experts.x, post) else None
     return None
+
+
+def _spread_apart(x: View, post: HyperPost) -> bool:
+    """Whether blocks may write results and copies while others still read."""
+    made = {post.y.buffer, post.out.buffer}
+    apart = len(made) == 2 and not made & {x.buffer, post.post.buffer, post.mixing.buffer}
+    return apart and (post.out == post.streams or post.streams.buffer not in made)
 
 
 def _turned(parts: list[Fused | Shared | Summed]) -> TurnedWindow | None:
     match parts:
         case [WindowAttention(out=out) as attention, Rope(x=x) as rope, *rest] if x == rope.out:
             within = out.start <= x.start and x.start + x.width <= out.start + out.width
-            turns = rope.pairs == "neighbours" and 2 * len(rope.frequencies) == x.width
+            turns = rope.pairs == "neighbours" and 2 * len(rope.frequencies) == x.width <= 2 * _MOST_PAIRS
             if not turns or not within or (x.buffer, x.count, x.stride) != (out.buffer, out.count, out.stride):
                 return None
             match rest:
@@ -325,7 +335,9 @@ def _apart(norm: RmsNorm) -> bool:
 
 
 def read_later(program: Program, op: Op, view: View) -> bool:
-    """Whether an op after this one reads what the view holds now."""
+    """Whether an op after this one reads what the view holds now, or the step's caller does."""
+    if view.buffer in {program.logits, program.argmax, *program.reports}:
+        return True
     at = next(i for i, each in enumerate(program.ops) if each is op)
     for later in program.ops[at + 1 :]:
         views = [(other, writes) for other, writes in op_views(later) if other.buffer == view.buffer]

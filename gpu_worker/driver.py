@@ -9,13 +9,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 from bloomery.runtime.errors import PlanError, WorkerLost
 
 _CAPTURE_THREAD_LOCAL = 1
 _PORTABLE, _DEVICE_MAP, _READ_ONLY = 1, 2, 8
 _INSTALL = "pip install 'bloomery[cuda]', or run with --plan cpu"
+
+_DECLARED: Final = 5 << 10
+_BLOCK_SHARED: Final = {
+    name: (kib << 10) - _DECLARED
+    for name, kib in (("sm_80", 163), ("sm_87", 163), ("sm_90", 227), ("sm_100", 227), ("sm_103", 227))
+}
+_LEAST_BLOCK_SHARED: Final = (99 << 10) - _DECLARED
+"""Bytes of shared memory that a block can have at most (CUDA C++ Programming Guide, technical specifications), less the
+most that a kernel here declares itself; cards that are not named have 99 KiB or more."""
 
 
 class CardError(WorkerLost):
@@ -57,6 +66,7 @@ class Card:
         self.architecture = f"sm_{major}{minor}"
         if major < 8:
             raise PlanError(f"card {number}, {self.name}, is {self.architecture}, expected sm_80 or newer", _INSTALL)
+        self.block_shared = _BLOCK_SHARED.get(self.architecture, _LEAST_BLOCK_SHARED)
         self.multiprocessors: int = self._device.get_attribute(self.cuda.device_attribute.MULTIPROCESSOR_COUNT)
         try:
             self._context = self._device.make_context()

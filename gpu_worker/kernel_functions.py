@@ -89,10 +89,6 @@ class Kernels:
     def launch(self, launch: Launch) -> None:
         """Puts a launch on the card's stream; CardError names the kernel and the op."""
         away, joins = self._apart and launch.beside, self._apart and launch.joins
-        if joins:
-            self._side.join()
-        if away:
-            self._side.leave()
         words = np.array(launch.words, np.int64)
         size = ctypes.c_size_t(words.nbytes)
         extra = (ctypes.c_void_p * 5)(_BUFFER_POINTER, words.ctypes.data, _BUFFER_SIZE, ctypes.addressof(size), _END)
@@ -106,6 +102,10 @@ class Kernels:
         )
         function = self._functions[launch.kernel]
         try:
+            if joins:
+                self._side.join()
+            if away:
+                self._side.leave()
             if launch.shared > self._shared.get(launch.kernel, _SHARED_ANYWAY):
                 self._library.call("cuFuncSetAttribute", function, _MOST_SHARED, launch.shared)
                 self._shared[launch.kernel] = launch.shared

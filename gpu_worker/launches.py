@@ -138,6 +138,10 @@ class CardContext(Protocol):
     def multiprocessors(self) -> int: ...
 
     @property
+    def block_shared(self) -> int:
+        """Bytes of shared memory that a launch can ask for a block, besides what its kernel declares."""
+
+    @property
     def context(self) -> int:
         """Positions that a slot can hold."""
 

@@ -225,6 +225,7 @@ def _rows_each(lowering: Lowering, view: View, nbytes: int) -> int:
 # ---- attention
 def window_attention(lowering: Lowering, op: WindowAttention, ending: tuple[int, ...] = NO_ENDING) -> None:
     """`ending` is the Ending of window.cu, for a decode step's rows."""
+    assert ending == NO_ENDING or lowering._count(op.q) <= MAX_ROWS
     context, heads, width = lowering.context, op.q.count, op.q.width
     if op.block:
         raise _refuse(lowering, op, "of a block that sees itself has no card kernel yet")

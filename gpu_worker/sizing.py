@@ -20,6 +20,7 @@ _BUFFERS: Final = HandOffBuffers((_NOWHERE, 0), (_NOWHERE, 0), (_NOWHERE, 0), (_
 class SizingContext:
     """A CardContext that learns what scratch is wanted (`wanted`: name -> greatest bytes asked)."""
 
+    block_shared = 94 << 10  # what every card has: where kernels do not fit, others take more scratch
     multiprocessors = 256  # no fewer than any card has: attention's parts grow with them
     step = prompt_step = StepAddresses(*[_NOWHERE] * RECORD_LINES)
     hand_off = HandOffAddresses(

@@ -37,6 +37,7 @@ class NoCard:
     """A CardContext whose addresses mean nothing but are distinct and in range of their areas, for lowering."""
 
     multiprocessors = 132
+    block_shared = 222 << 10
     spare = 16
     step = StepAddresses(256, 288, 320, 352, 384)
     prompt_step = StepAddresses(512, 768, 1024, 1280, 1536)

@@ -123,6 +123,7 @@ class EmulatedCard:
     """The memory of one program (a CardContext) and steps over it."""
 
     multiprocessors = 4
+    block_shared = 94 << 10
 
     def __init__(
         self, program: Program, *, context: int = 256, slots: int = 2, cache_type: str = "f16", rows: int = 256

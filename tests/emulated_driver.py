@@ -195,7 +195,7 @@ def _copy_back(target: NDArray[Any], source: int) -> None:
 class EmulatedCard:
     """In place of driver.Card."""
 
-    cuda, name, architecture, multiprocessors = Cuda, "an emulated card", "sm_80", 4
+    cuda, name, architecture, multiprocessors, block_shared = Cuda, "an emulated card", "sm_80", 4, 158 << 10
 
     def __init__(self, number: int = 0) -> None:
         self.stream = Stream()

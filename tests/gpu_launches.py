@@ -26,8 +26,8 @@ REPEATED, BEST_OF, BLOCK = 20, 5, 256
 
 
 def graph_us(executor: CardExecutor, launches: list[Launch], beside: bool) -> tuple[float, int]:
-    """Microseconds of a graph of these launches, the best of some, and its nodes; `beside`: with those beside others that
-    may be. The card's context is current."""
+    """Microseconds of a graph of these launches, the best of some, and its nodes; `beside`: with those beside others
+    that may be. The card's context is current."""
     event, stream, found = executor.card.cuda.Event, executor.card.stream, []
     with contextlib.closing(Graph(executor.card)) as graph:
         with graph.capture(), executor._kernels.beside() if beside else contextlib.nullcontext():

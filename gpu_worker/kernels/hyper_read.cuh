@@ -98,7 +98,6 @@ DEVICE void tell_terms(const uint8_t* weights, word row_bytes, int logits, const
         write_q8_k<true>(v, rounded + 256 * warp, rounded + CHUNK + 64 * warp, warp);
     }
     __syncthreads();
-    if (32 / UNITS * warp < logits) U::share(raw, part);
     if (mine) {
         typename U::Weights w;
         U::decode(raw, part, w);

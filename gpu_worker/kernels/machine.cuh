@@ -3,7 +3,7 @@
 // Overlap (programmatic dependent launch, sm_90 and newer; elsewhere nothing): a kernel lets the next one be placed on
 // the card as soon as its own blocks are, and itself waits for the end of the one before it, whose writes it then sees.
 // Every kernel must wait, also one that reads nothing of its predecessor: whoever waits for it relies on all earlier ones
-// being done. Weights and parameters may be read before the wait.
+// being done. (A block that touches nothing may leave before, if others wait.) Weights and parameters may be read before the wait.
 //
 // tests/card_kit/emulator.h has these functions for a host compiler.
 #pragma once

@@ -38,7 +38,6 @@ struct Units<Q3_K> {
 #pragma unroll
         for (int k = 0; k < 4; ++k) raw.scales[k] = words[24 + k];  // the last has d
     }
-    DEVICE static void share(Raw&, int) {}
     DEVICE static void decode(const Raw& raw, int i, Weights& w) {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {

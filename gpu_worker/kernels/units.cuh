@@ -3,7 +3,7 @@
 // memory to registers, those of Q3_K by way of shared memory (q3_k.cuh).
 //
 // A row has so many lanes, a power of two up to 32, as have at least two units each and of which few are without one in the last
-// turn (an eighth; a fifth before rows have the fewest lanes); a warp has as many rows at a time as have room. Lane l of a row
+// turn (an eighth of the units; a quarter before rows have the fewest lanes); a warp has as many rows at a time as have room. Lane l of a row
 // has the units l, l + lanes, ...: always the same part of a block.
 // Lanes are summed at the row's end by a butterfly. The order of the sum depends on the row's length only, neither on the
 // number of activation rows nor on which warp works. See products.cuh for the other types.
@@ -93,7 +93,6 @@ struct Units<Q4_K> {
         raw.first = __ldcs(quants), raw.second = __ldcs(quants + 1);
         raw.head = __ldcs(reinterpret_cast<const uint4*>(block));
     }
-    DEVICE static void share(Raw&, int) {}
     DEVICE static uint4 both(uint4 x, uint32_t mask) {
         return make_uint4(x.x & mask, x.y & mask, x.z & mask, x.w & mask);
     }
@@ -171,7 +170,6 @@ struct Units<Q6_K> {
         raw.scales[0] = words[0], raw.scales[1] = words[1], raw.scales[2] = words[odd ? 2 : 1];
         raw.d = *reinterpret_cast<const uint16_t*>(block + 208);
     }
-    DEVICE static void share(Raw&, int) {}
     // 16 bytes that begin `shift` (even) bytes into 32.
     DEVICE static uint4 shifted(const uint4 (&around)[2], uint32_t shift) {
         uint32_t v[8] = {around[0].x, around[0].y, around[0].z, around[0].w,
@@ -237,8 +235,7 @@ DEVICE int ring_of_units(int width) {
 
 // emit(set, row, sum) for the activation rows of the sets first, first + step, ... below `end`, called by all lanes with the
 // sum of their weight row, which begins at from(set), by the activations x_at(set). `ready` is called once, before
-// activations are read; weights are read before it. All lanes of a warp share what they read, then each takes its own. DEPTH
-// units of a lane are on their way. BITS: lane_bits(width), or 0.
+// activations are read; weights are read before it. DEPTH units of a lane are on their way. BITS: lane_bits(width), or 0.
 template <class Quant, int NR, bool SWIZZLED, int DEPTH, int BITS, class From, class XAt, class Ready, class Emit>
 DEVICE void unit_products_of(int first, int step, int end, int width, int rows, From from, XAt x_at, Ready ready, Emit emit) {
     typedef Units<Quant> U;
@@ -263,7 +260,6 @@ DEVICE void unit_products_of(int first, int step, int end, int width, int rows, 
 #pragma unroll
     for (int r = 0; r < NR; ++r) total[r] = 0.0f;
     auto use = [&](typename U::Raw& raw) {
-        U::share(raw, quarter);
         if (left > 1 || in_last) {
             typename U::Weights w;
             U::decode(raw, quarter, w);
