@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
-from card_stand import NoCard
+from card_stand import Bench, NoCard, tensor
 from deepseek_data import tiny4, tiny41
 from emulated_card import source_of
 from oracle_data import QUANTISED, TINY, f32_file, quantised_file
@@ -28,7 +29,8 @@ from bloomery.runtime.expert_tiers import ExpertTiers
 from bloomery.runtime.leg_times import HAND_OFF_BYTES, leg_bytes, offset
 from bloomery.runtime.model_file import ModelFile
 from bloomery.runtime.ops_deepseek4 import TableRows
-from bloomery.runtime.program import Program
+from bloomery.runtime.program import MatMul, Program, RmsNorm, RoutedExperts, Router
+from bloomery.runtime.quant_types import QuantType
 from bloomery.runtime.split_program import card_part, without_hand_offs
 
 STEP = ("Jobs", 20), ("Input", 6), ("Cache", 3), ("HeadJobs", 36), ("Ring", 5), ("Groups", 7), ("Choice", 7)
@@ -255,3 +257,43 @@ def test_compiling_and_finding_again(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     (copy / "elementwise.cu").write_text("int x = ;\n")
     with pytest.raises(PlanError, match=r"elementwise\.cu do not compile for sm_80: .*error"):
         compile_cache.cubin("elementwise", "", "sm_80")
+
+
+@pytest.mark.parametrize("room", [94 << 10, 222 << 10])
+@pytest.mark.parametrize("used, hidden", [(8, 1536), (16, 2048), (16, 4096)])
+@pytest.mark.parametrize("width", [2048, 4096, 7168])
+@pytest.mark.parametrize("kind", ["Q3_K", "Q5_K", "Q6_K"])
+def test_launches_fit_the_shared_memory_of_a_block(kind: str, width: int, used: int, hidden: int, room: int) -> None:
+    """Where experts or a product with its norm would not fit together, they are launched one after the other."""
+    bench, experts = Bench(), 16
+    x = bench.input("x", np.zeros((64, width), np.float32))
+    normed, logits = bench.buffer("normed", width), bench.buffer("scores", experts)
+    ids, mix, out = bench.buffer("ids", used, "i32"), bench.buffer("mix", used), bench.buffer("out", width)
+    y, again = bench.buffer("y", 512), bench.buffer("again", width)
+
+    def weight(name: str, quant_type: str, *shape: int) -> None:
+        nbytes = QuantType.named(quant_type).row_bytes(shape[0]) * math.prod(shape[1:])
+        bench.weights[name] = tensor(name, shape, quant_type, np.zeros(nbytes, np.uint8))
+
+    for name, *shape in (("gate", width, hidden), ("up", width, hidden), ("down", hidden, width)):
+        weight(name, kind, *shape, experts)
+    weight("w", kind, width, 512)
+    weight("router", "F32", width, experts)
+    weight("norm", "F32", width)
+    program = bench.program(
+        RmsNorm("norm x", x, normed, "norm", 1e-6),
+        MatMul("scores", normed, (logits,), ("router",), (None,)),
+        Router("route", logits, ids, mix, None, "softmax", True, 1.0, 1, 1),
+        RoutedExperts("experts", normed, ids, mix, out, "gate", "up", "down"),
+        RmsNorm("norm out", out, again, "norm", 1e-6),
+        MatMul("product", again, (y,), ("w",), (None,)),
+    )
+    for rows in (1, MAX_ROWS):
+        context = NoCard(program)
+        context.block_shared = room
+        launches = lower(program, context, rows, 1)
+        check(launches)
+        assert max(launch.shared for launch in launches) <= room
+        together = {launch.kernel.function for launch in launches} & {"close_experts", "normed_matmul"}
+        if used == 8 and kind != "Q5_K" and room > 200 << 10:
+            assert together == {"close_experts", *(["normed_matmul"] if rows == 1 else [])}
