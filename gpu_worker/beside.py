@@ -17,7 +17,7 @@ from typing import Final
 from bloomery.gpu_worker.chains import Chained, Spreading
 from bloomery.gpu_worker.hyper_lowering import HyperRead
 from bloomery.gpu_worker.launches import Launch
-from bloomery.runtime.program import MatMul, Op, Program, op_views
+from bloomery.runtime.program import MatMul, Op, Program, op_views, written_buffers
 
 _SPREADERS: Final = ("spread_matmul", "close_experts")
 """Kernels that make a Spreading's copies; launches of it before them do no more than its product or experts."""
@@ -63,9 +63,9 @@ def put_beside(program: Program, lowered: Iterable[Lowered], launches: Sequence[
                 pending = None
         read = isinstance(part, HyperRead) and part.collapse is None
         if read and [launches[at].kernel.function for at in places] == ["hyper_read"]:
-            views = [(view.buffer, writes) for op in ops for view, writes in op_views(op)]
-            written = {buffer for buffer, writes in views if writes}
-            pending = _UnderWay(places[0], {buffer for buffer, _ in views} - written, written)
+            written = written_buffers(ops)
+            touched = {view.buffer for op in ops for view, _ in op_views(op)}
+            pending = _UnderWay(places[0], touched - written, written)
     if pending is not None and pending.at + 1 < len(launches):
         marked[pending.at] = replace(marked[pending.at], beside=True)
     return marked

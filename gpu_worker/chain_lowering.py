@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from bloomery.gpu_worker.chains import NormedChoice, NormedExperts, NormedProduct, Shared, Spreading, Summed, read_later
 from bloomery.gpu_worker.hand_off_lowering import landing, lower_receive, sending
 from bloomery.gpu_worker.launches import MAX_ROWS, float_word
@@ -31,7 +29,7 @@ from bloomery.gpu_worker.products import (
 from bloomery.runtime.model_file import Tensor
 from bloomery.runtime.ops_deepseek4 import SoftplusRouter
 from bloomery.runtime.ops_hand_off import HandOffReceive
-from bloomery.runtime.program import Add, MatMul, Op, RoutedExperts, Router
+from bloomery.runtime.program import Add, MatMul, RoutedExperts, Router
 
 if TYPE_CHECKING:
     from bloomery.gpu_worker.fusions import AddNorm
@@ -62,10 +60,10 @@ def lower_chain(
     match chain:
         case Summed(op=MatMul() as product, add=add):
             lowering.lower_matmul(product, residual(lowering, add))
-            _forget_written(lowering, product, add)
+            lowering.forget_written(product, add)
         case Summed(op=HandOffReceive() as receive, add=add):
             lower_receive(lowering, receive, add)
-            _forget_written(lowering, receive, add)
+            lowering.forget_written(receive, add)
         case Shared():
             _experts(lowering, chain, None)
         case Summed(op=Shared() as shared, add=add):
@@ -80,16 +78,10 @@ def lower_chain(
             _spreading(lowering, chain)
 
 
-def _forget_written(lowering: Lowering, *ops: Op | None) -> None:
-    for op in ops:
-        if op is not None:
-            lowering.forget_written(op)
-
-
 def _experts(lowering: Lowering, shared: Shared, add: Add | None) -> None:
     if joined_experts(lowering, shared.experts) and lowering._count(shared.experts.x):
         open_and_close(lowering, shared, NO_SCORES, add)
-        _forget_written(lowering, *shared.parts, add)
+        lowering.forget_written(*shared.parts, add)
     else:
         lowering.lower_each(*shared.parts, *([add] if add else []))
 
@@ -108,7 +100,7 @@ def _spreading(lowering: Lowering, chain: Spreading) -> None:
     if isinstance(op, Shared):
         lowering.label = op.name
         open_and_close(lowering, op, NO_SCORES, None, chain)
-        _forget_written(lowering, *op.parts, post, collapse)
+        lowering.forget_written(*op.parts, post, collapse)
         return
     width, outputs = op.x.elements, op.outs[0].elements
     weights, kind, row_bytes = lowering._weight(op.weights[0], width, outputs)
@@ -119,7 +111,7 @@ def _spreading(lowering: Lowering, chain: Spreading) -> None:
     words: tuple[int, ...] = (weights, lowering._row(op.outs[0])[0], outputs, x.values, x.scales, width, row_bytes)
     words, shared = (*words, *_spread(lowering, chain)), width // 4 * 5 + lowering.rings(kind, width)
     lowering.emit("matmul", "spread_matmul", grid, 32 * _SCORERS, *words, kind=kind, shared=shared)
-    _forget_written(lowering, op, post, collapse)
+    lowering.forget_written(op, post, collapse)
 
 
 def spreads(lowering: Lowering, chain: Spreading) -> bool:
@@ -213,7 +205,7 @@ def _normed_experts(lowering: Lowering, chain: NormedExperts) -> None:
     _scores(lowering, norm, product)
     lowering.label = f"{router.name} & {experts.name}"
     open_and_close(lowering, chain.shared, _scored(lowering, router), chain.add)
-    _forget_written(lowering, router, *chain.shared.parts, chain.add)
+    lowering.forget_written(router, *chain.shared.parts, chain.add)
 
 
 def _normed_choice(lowering: Lowering, chain: NormedChoice) -> None:
@@ -222,7 +214,7 @@ def _normed_choice(lowering: Lowering, chain: NormedChoice) -> None:
         lowering.lower_each(chain.norm, chain.product, chain.router)
         return
     _scores(lowering, chain.norm, chain.product, chain.router)
-    _forget_written(lowering, chain.router)
+    lowering.forget_written(chain.router)
 
 
 def _scores_fit(lowering: Lowering, product: MatMul) -> bool:
@@ -250,8 +242,7 @@ def _scores(lowering: Lowering, norm: AddNorm, product: MatMul, router: Softplus
     words = (weights, row_bytes, count, *made_words, *lowering._row(product.outs[0]))
     function, names = "normed_scores", [norm.name, product.name]
     if router is not None:
-        ended = lowering.context.constant("routers that ended", np.zeros(MAX_ROWS, np.int32))
-        words = (*words, *softplus_choice(lowering, router), ended)
+        words = (*words, *softplus_choice(lowering, router), lowering.counters())
         function, names = "normed_choice", [*names, router.name]
     lowering.label = " & ".join(names)
     grid, shared = (blocks(count, _SCORERS), rows), _scores_shared(lowering, product)
@@ -335,19 +326,8 @@ def open_and_close(
     openers = _warps_of_block(sets, most, max(fitting, default=_LEAST_OPENERS))
     grid = (min(blocks(sets, openers), most) + sends, items, rows)
     places = (gate, up, opened, hidden, hidden, x.values, x.scales, x.stride)
-    words = (
-        *places,
-        *ids,
-        *mix,
-        used,
-        slots,
-        inputs,
-        row_bytes,
-        float_word(op.limit),
-        *_opened(lowering, shared),
-        *scored,
-    )
-    words = (*words, *sending(lowering, shared.send))
+    words: tuple[int, ...] = (*places, *ids, *mix, used, slots, inputs, row_bytes, float_word(op.limit))
+    words = (*words, *_opened(lowering, shared), *scored, *sending(lowering, shared.send))
     memory = _opening_shared(tensor, inputs, openers)
     lowering.emit("matmul", "open_experts", grid, 32 * openers, *words, kind=kind, shared=memory)
     down, kind, row_bytes = lowering._weight(op.down, hidden, outputs, experts)

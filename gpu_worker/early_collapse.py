@@ -12,7 +12,7 @@ from dataclasses import replace
 from bloomery.gpu_worker.chains import Chained, Shared, Spreading
 from bloomery.gpu_worker.hyper_lowering import HyperRead
 from bloomery.runtime.ops_deepseek4 import HyperCollapse
-from bloomery.runtime.program import Op, Program, op_views
+from bloomery.runtime.program import Op, Program, op_views, written_buffers
 
 
 def collapsed_early(
@@ -46,17 +46,12 @@ def _collapse(later: Iterable[Op], spreading: Spreading) -> HyperCollapse | None
     written: set[str] = set()
     for op in later:
         if isinstance(op, HyperCollapse) and op.streams == post.out:
-            return None if op.out.buffer in touched or op.pre.buffer in written | _own(ops) else op
+            return None if op.out.buffer in touched or op.pre.buffer in written | written_buffers(ops) else op
         touched |= {view.buffer for view, _ in op_views(op)}
-        written |= _own([op])
+        written |= written_buffers((op,))
         if post.out.buffer in written:
             return None
     return None
-
-
-def _own(ops: Iterable[Op]) -> set[str]:
-    """Buffers that ops write."""
-    return {view.buffer for op in ops for view, writes in op_views(op) if writes}
 
 
 def _alike(program: Program, spreading: Spreading, collapse: HyperCollapse) -> bool:

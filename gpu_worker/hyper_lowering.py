@@ -100,8 +100,7 @@ def lower_hyper_read(lowering: Lowering, read: HyperRead) -> None:
     grid = (blocks(elements, _CHUNK) + 1 + collapsing, rows)
     given = (weights, row_bytes, outputs, *mix_words(lowering, mix), *collapsed, words, each)
     lowering.emit("matmul", "hyper_read", grid, _THREADS, *given, kind=kind)
-    for op in read.parts:
-        lowering.forget_written(op)
+    lowering.forget_written(*read.parts)
 
 
 def _fits(lowering: Lowering, read: HyperRead) -> bool:

@@ -81,7 +81,7 @@ from bloomery.runtime.program import (
     SelectRows,
     SwiGlu,
     View,
-    op_views,
+    written_buffers,
 )
 from bloomery.runtime.quant_types import QuantType
 
@@ -148,8 +148,8 @@ class Lowering:
                     self._lower(op)
                     self.forget_written(op)
 
-    def forget_written(self, op: Op) -> None:
-        self._forget({view.buffer for view, writes in op_views(op) if writes})
+    def forget_written(self, *ops: Op | None) -> None:
+        self._forget(written_buffers(op for op in ops if op is not None))
 
     def _forget(self, buffers: set[str]) -> None:
         """What these buffers held has changed: forms made of it are no longer its."""
@@ -247,6 +247,10 @@ class Lowering:
                 "the file is damaged or was made by a faulty converter",
             )
         return address, kind.name, kind.row_bytes(inputs)
+
+    def counters(self) -> int:
+        """One for each row, of the blocks of a router's product that have ended; 0 before and after every launch."""
+        return self.context.constant("routers that ended", np.zeros(MAX_ROWS, np.int32))
 
     # ---- ops
     def _embed(self, op: EmbedRows) -> None:
@@ -463,13 +467,12 @@ class Lowering:
                 self._lower(part)
                 self.forget_written(part)
             return
-        ended = self.context.constant("routers that ended", np.zeros(MAX_ROWS, np.int32))
         words = (weights, row_bytes, width, address, 4 * x_row, *self._row(router.logits), *self._row(router.ids))
         shared = 4 * (2 * experts + router.groups)
         grid = (blocks(experts, _WARPS), rows)
-        more = (*self._row(router.mix), *self._choice(router), ended)
+        more = (*self._row(router.mix), *self._choice(router), self.counters())
         self.emit("matmul", "route", grid, 32 * _WARPS, *words, *more, kind=kind, shared=shared)
-        self._forget({view.buffer for part in (product, router) for view, writes in op_views(part) if writes})
+        self.forget_written(product, router)
 
     def _routed_experts(self, op: RoutedExperts) -> None:
         if joined_experts(self, op):

@@ -21,8 +21,8 @@ WEIGHT_TYPES: Final = (*FLOAT_TYPES, *SMALL_TYPES, *SUPER_TYPES)
 
 UNIT_TYPES: Final = ("Q3_K", "Q4_K", "Q6_K")
 """Types of which a warp has some rows at a time; see units.cuh."""
-_STAGED: Final = {"Q3_K": 110}
-"""Those that come by way of shared memory, and bytes of their blocks."""
+_STAGED: Final = ("Q3_K",)
+"""Those that come by way of shared memory."""
 _BLOCKS_EACH: Final = {"Q3_K": 7, "Q4_K": 5, "Q6_K": 4}
 _UNIT: Final = {"Q3_K": 128, "Q4_K": 64, "Q6_K": 64}
 _BLOCK: Final = 256
@@ -95,7 +95,7 @@ def ring_bytes(kind: QuantType, width: int) -> int:
     staged.cuh."""
     if kind.name in _STAGED:
         rows = rows_of_warp(kind.name, width)
-        taken = 32 // rows * _UNIT[kind.name] // _BLOCK * _STAGED[kind.name]
+        taken = kind.row_bytes(32 // rows * _UNIT[kind.name])
         return 2 * rows * (aligned(taken + 14) + (32 if rows in (2, 8) else 16))
     if kind.name in UNIT_TYPES:
         return 0

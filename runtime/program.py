@@ -13,7 +13,7 @@ every `Buffer` for the greatest R (or O) that they serve. The normative meaning 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias
 
@@ -292,6 +292,11 @@ def op_views(op: Op) -> Iterator[tuple[View, bool]]:
                 yield view, writes
 
 
+def written_buffers(ops: Iterable[Op]) -> set[str]:
+    """Names of the buffers that ops write to."""
+    return {view.buffer for op in ops for view, writes in op_views(op) if writes}
+
+
 def op_weights(op: Op) -> Iterator[str]:
     """Names of the tensors that an op reads."""
     for field in fields(op):
@@ -353,7 +358,7 @@ class Program:
                 buffer = self.buffers[view.buffer]
                 assert view.end <= buffer.width, f"{op.name}: view past the end of {buffer.name}"
                 assert writes or view.buffer in written, f"{op.name} reads {view.buffer} before it is written"
-            written.update(view.buffer for view, writes in op_views(op) if writes)
+            written |= written_buffers((op,))
             for name in op_weights(op):
                 assert name in self.weights, f"{op.name} names tensor {name}, which the program does not hold"
             for state in op_states(op):

@@ -3,30 +3,16 @@ left is what hand-offs themselves cost. Results are wrong."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from unskipping_experts import UnskippingExperts
 
-from bloomery.cpu_experts import expert_workload
-from bloomery.cpu_experts.model_workload import ModelWorkload
 from bloomery.cpu_experts.stage import LoweringContext, Stage
 from bloomery.runtime.worker_messages import WorkerStart
 
-MEETINGS = ("hand_off_wait", "hand_off_answer")
 
-
-class IdleExperts:
-    def __init__(self, start: WorkerStart) -> None:
-        inner: ModelWorkload = expert_workload.load(start)
-        self.program, self.kept = inner.program, inner.kept
-        self.map_weights, self.compile = inner.map_weights, inner.compile
-        self._stages = inner.stages
-
+class IdleExperts(UnskippingExperts):
     def stages(self, context: LoweringContext) -> list[Stage]:
-        """Nothing is left out of what is not there: a wait's last word counts the stages up to its answer."""
-        stages = [stage for stage in self._stages(context) if stage.kernel in MEETINGS]
-        return [
-            replace(stage, arguments=(*stage.arguments[:-1], 0)) if stage.kernel == MEETINGS[0] else stage
-            for stage in stages
-        ]
+        """Waits leave nothing out, since nothing is there between them and their answers."""
+        return [stage for stage in super().stages(context) if stage.kernel in ("hand_off_wait", "hand_off_answer")]
 
 
 def load(start: WorkerStart) -> IdleExperts:

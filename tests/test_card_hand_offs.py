@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -13,10 +13,9 @@ import pytest
 from emulated_card import EmulatedCard
 from oracle_data import quantised_file
 from running import rows_of
+from test_card_chains import Unchained
 from test_hand_off import tiers_of
 
-from bloomery.gpu_worker.chains import Chained
-from bloomery.gpu_worker.fusions import fused
 from bloomery.gpu_worker.launches import HandOffAddresses, HandOffBuffers
 from bloomery.gpu_worker.lowering import Lowering
 from bloomery.runtime.architectures import build_program
@@ -34,11 +33,6 @@ from bloomery.runtime.step_record import ABORT, LINE, STEP
 pytestmark = pytest.mark.timeout(300)
 RANKS = 3
 ROWS = 8
-
-
-class Unchained(Lowering):
-    def parts(self) -> Iterable[Chained]:
-        return fused(self.program)
 
 
 class HostedCard(EmulatedCard):

@@ -10,10 +10,6 @@ DEVICE uint32_t pack(const int* q) {
 // piece meet different banks.
 template <bool SWIZZLED>
 DEVICE int place_of_piece(int c) { return 16 * (SWIZZLED ? c ^ ((c >> 3) & 3) : c); }
-template <bool SWIZZLED>
-DEVICE int4 piece_of(const uint8_t* values, int c) {
-    return *reinterpret_cast<const int4*>(values + place_of_piece<SWIZZLED>(c));
-}
 
 // `values` and `scales` are those of the block, `block` its number in the row; 256 and 64 bytes are written. As ggml's quantize_row_q8_K_ref rounds.
 template <bool SWIZZLED = false>

@@ -51,17 +51,8 @@ DEVICE void staged_products(int first, int step, int end, int width, int rows, u
     auto use = [&](int stage, int behind) {
         if (left > 1 || lane < last) {
             typename U::Raw raw;
-            typename U::Weights w;
             U::fetch(mine + stage * STAGE + behind + lane / EACH * Quant::BYTES, own, raw);
-            U::decode(raw, own, w);
-            const Activations x = x_at(set);
-#pragma unroll
-            for (int r = 0; r < NR; ++r) {
-                const word at = NR == 1 ? 0 : x.stride * (r < rows ? r : rows - 1);
-                Term terms[U::TERMS];
-                U::terms(w, U::template part<SWIZZLED>(x.values + at, x.scales + at, place), terms);
-                total[r] = add_terms(terms, total[r]);
-            }
+            add_unit<Quant, NR, SWIZZLED>(raw, own, x_at, set, place, rows, total);
         }
         place = (place + STEP) ^ FLIP;
         if (--left) return;

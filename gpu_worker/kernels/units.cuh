@@ -224,6 +224,24 @@ struct Units<Q6_K> {
 };
 
 #include "q3_k.cuh"
+
+// Adds a unit of a set's rows to its lane's sums for the rows of activations, of which the unit's begin at `place`.
+template <class Quant, int NR, bool SWIZZLED, class XAt>
+DEVICE void add_unit(const typename Units<Quant>::Raw& raw, int part, const XAt& x_at, int set, int place, int rows,
+                     float (&total)[NR]) {
+    typedef Units<Quant> U;
+    typename U::Weights w;
+    U::decode(raw, part, w);
+    const Activations x = x_at(set);
+#pragma unroll
+    for (int r = 0; r < NR; ++r) {
+        const word at = NR == 1 ? 0 : x.stride * (r < rows ? r : rows - 1);
+        Term terms[U::TERMS];
+        U::terms(w, U::template part<SWIZZLED>(x.values + at, x.scales + at, place), terms);
+        total[r] = add_terms(terms, total[r]);
+    }
+}
+
 #include "staged.cuh"
 
 // Bytes of shared memory of a warp for rows of these types.
@@ -261,16 +279,7 @@ DEVICE void unit_products_of(int first, int step, int end, int width, int rows, 
     for (int r = 0; r < NR; ++r) total[r] = 0.0f;
     auto use = [&](typename U::Raw& raw) {
         if (left > 1 || in_last) {
-            typename U::Weights w;
-            U::decode(raw, quarter, w);
-            const Activations x = x_at(set);
-#pragma unroll
-            for (int r = 0; r < NR; ++r) {
-                const word at = NR == 1 ? 0 : x.stride * (r < rows ? r : rows - 1);
-                Term terms[U::TERMS];
-                U::terms(w, U::template part<SWIZZLED>(x.values + at, x.scales + at, place), terms);
-                total[r] = add_terms(terms, total[r]);
-            }
+            add_unit<Quant, NR, SWIZZLED>(raw, quarter, x_at, set, place, rows, total);
         }
         place = (place + step_place) ^ flip;
         if (--left) return;
