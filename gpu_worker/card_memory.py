@@ -13,7 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.gpu_worker.driver import Card
-from bloomery.gpu_worker.launches import MAX_ROWS, RECORD_LINES, HandOffAddresses, StateAddress, StepAddresses
+from bloomery.gpu_worker.launches import (
+    MAX_ROWS,
+    RECORD_LINES,
+    STATE_WORDS,
+    HandOffAddresses,
+    StateAddress,
+    StepAddresses,
+)
 from bloomery.runtime.engram_record import engram_tables
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.expert_tiers import ExpertTiers
@@ -112,8 +119,8 @@ class CardMemory:
         return self._hand_off
 
     def meet_host(self, addresses: Callable[[int], HandOffAddresses]) -> None:
-        """`addresses` is given four zeroed words of the card's memory."""
-        self._upload("hand-off state", np.zeros(4, np.int64))
+        """`addresses` is given STATE_WORDS zeroed words of the card's memory."""
+        self._upload("hand-off state", np.zeros(STATE_WORDS, np.int64))
         self._hand_off = addresses(self.address("hand-off state"))
 
     def settle(self) -> None:

@@ -327,7 +327,10 @@ def open_and_close(
     grid = (min(blocks(sets, openers), most) + sends, items, rows)
     places = (gate, up, opened, hidden, hidden, x.values, x.scales, x.stride)
     words: tuple[int, ...] = (*places, *ids, *mix, used, slots, inputs, row_bytes, float_word(op.limit))
+    early = bool(sends and lands)
+    comes = landing(lowering, shared.receive, early)
     words = (*words, *_opened(lowering, shared), *scored, *sending(lowering, shared.send))
+    words = (*words, *(comes if early else landing(lowering, None, False)))
     memory = _opening_shared(tensor, inputs, openers)
     lowering.emit("matmul", "open_experts", grid, 32 * openers, *words, kind=kind, shared=memory)
     down, kind, row_bytes = lowering._weight(op.down, hidden, outputs, experts)
@@ -337,7 +340,7 @@ def open_and_close(
     lowering.label = " & ".join([op.name, *(each.name for each in after if each)])
     own = lowering._weight(always.closed.weights[0], hidden, outputs)[0] if always else 0
     words = (*words, each, own, *residual(lowering, add), *_spread(lowering, spreading))
-    words = (*words, *landing(lowering, shared.receive))
+    words = (*words, *comes)
     lowering.emit("matmul", "close_experts", (closers + lands, rows), 32 * items, *words, kind=kind, shared=memory)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from bloomery.gpu_worker.launches import HandOffAddresses, HandOffBuffers
+from bloomery.gpu_worker.launches import STATE_WORDS, HandOffAddresses, HandOffBuffers
 from bloomery.runtime.arena import Arena
 from bloomery.runtime.expert_tiers import ExpertTiers
 from bloomery.runtime.hand_off import BUFFERS
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from bloomery.gpu_worker.lowering import Lowering
 
 _THREADS: Final = 512
+_LINGER_NS: Final = 200_000  # what the block that sent looks for an answer at most while others of its launch work
 _MOST_BROUGHT: Final = 12288  # floats that `receive` brings at a time: what every card gives a block
 
 
@@ -43,7 +44,8 @@ class HostSide:
     there: tuple[tuple[int, ExpertTiers], ...] = ()
 
     def addresses(self, on_card: Callable[[int], int], state: int) -> HandOffAddresses:
-        """`on_card` gives the card's address for one of this process; `state` is four words of the card's memory."""
+        """`on_card` gives the card's address for one of this process; `state` is STATE_WORDS words of the card's
+        memory, 0 at first."""
         layout, address = self.arena.layout, self.arena.address
 
         def place(name: str) -> tuple[int, int]:
@@ -57,7 +59,7 @@ class HostSide:
         words, control = on_card(address("hand_off")), on_card(address("control"))
         times = on_card(address("leg_times")) if self.timed else 0
         waits = (self.ranks, self.deadline_ns, self.first, self.last)
-        own = (state, state + 8, state + 16, state + 24)
+        own = tuple(state + 8 * word for word in range(STATE_WORDS))
         return HandOffAddresses(words, control, *own, *waits, buffers, times)
 
 
@@ -109,13 +111,15 @@ def _receiving(lowering: Lowering, op: HandOffReceive) -> tuple[int, ...]:
     return (*_payload(lowering, op.x).out, *ours, *waits, _times(place, op.index))
 
 
-def landing(lowering: Lowering, op: HandOffReceive | None) -> tuple[int, ...]:
-    """The Landing of hand_off.cuh; of no op: one that nothing lands at."""
+def landing(lowering: Lowering, op: HandOffReceive | None, early: bool) -> tuple[int, ...]:
+    """The Landing of hand_off.cuh, `early` if the launch that sends looks for it, too; of no op: one that nothing lands
+    at."""
     if op is None:
-        return (0,) * 15
+        return (0,) * 17
     width = op.x.elements
     rows = lowering.context.scratch("landed", 4 * width * lowering._room(op.x))
-    return (*_receiving(lowering, op), rows, width, lowering.context.hand_off.landed)
+    place = lowering.context.hand_off
+    return (*_receiving(lowering, op), rows, width, place.landed, place.done if early else 0, _LINGER_NS)
 
 
 def _payload(lowering: Lowering, x: View) -> HandOffBuffers:

@@ -20,6 +20,7 @@ from bloomery.runtime.program import View
 
 MAX_ROWS: Final = 8
 """Rows that the kernels take at once; longer steps run in groups of so many."""
+STATE_WORDS: Final = 5  # of a hand-off: HandOffAddresses
 RECORD_LINES: Final = 5
 """Arrays of a step record: the fields of StepAddresses, one after the other."""
 
@@ -85,11 +86,12 @@ class HandOffBuffers:
 
 @dataclass(frozen=True)
 class HandOffAddresses:
-    """Where the card meets the host (`runtime/hand_off.py`): words and control block in mapped memory, four words of
-    the card's own (the step's and the lap's number; the step that was given up; the flag of the last hand-off whose
-    sums have been brought to the card's memory; whether the host has a part in the last one), how many ranks answer and
-    how long they may take, the numbers of the program's first and last hand-off, and the arena's buffers by the rows
-    that a layer computes. `times` is region `leg_times` in mapped memory; 0: nobody asks for times."""
+    """Where the card meets the host (`runtime/hand_off.py`): words and control block in mapped memory, STATE_WORDS
+    words of the card's own (the step's and the lap's number; the step that was given up; the flag of the last hand-off
+    whose sums have been brought to the card's memory; whether the host has a part in the last one; how many blocks
+    beside the one that sent are done), how many ranks answer and how long they may take, the numbers of the program's
+    first and last hand-off, and the arena's buffers by the rows that a layer computes. `times` is region `leg_times` in
+    mapped memory; 0: nobody asks for times."""
 
     words: int
     control: int
@@ -97,6 +99,7 @@ class HandOffAddresses:
     cut: int
     landed: int
     decided: int
+    done: int
     ranks: int
     deadline_ns: int
     first: int

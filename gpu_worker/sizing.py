@@ -30,6 +30,7 @@ class SizingContext:
         cut=_NOWHERE,
         landed=_NOWHERE,
         decided=_NOWHERE,
+        done=_NOWHERE,
         ranks=1,
         deadline_ns=0,
         first=0,

@@ -42,7 +42,7 @@ class NoCard:
     step = StepAddresses(256, 288, 320, 352, 384)
     prompt_step = StepAddresses(512, 768, 1024, 1280, 1536)
     payload = HandOffBuffers((1024, 64), (1280, 16), (1536, 16), (1792, 64))
-    hand_off = HandOffAddresses(512, 640, 768, 776, 784, 792, 2, 10**9, 0, 2, {"step": payload, "out": payload})
+    hand_off = HandOffAddresses(512, 640, 768, 776, 784, 792, 800, 2, 10**9, 0, 2, {"step": payload, "out": payload})
 
     def __init__(self, program: Program, context: int = 256, cache_type: str = "f16") -> None:
         self.program = program

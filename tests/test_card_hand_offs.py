@@ -16,7 +16,7 @@ from running import rows_of
 from test_card_chains import Unchained
 from test_hand_off import tiers_of
 
-from bloomery.gpu_worker.launches import HandOffAddresses, HandOffBuffers
+from bloomery.gpu_worker.launches import STATE_WORDS, HandOffAddresses, HandOffBuffers
 from bloomery.gpu_worker.lowering import Lowering
 from bloomery.runtime.architectures import build_program
 from bloomery.runtime.dequantised_weights import DequantisedWeights
@@ -33,6 +33,7 @@ from bloomery.runtime.step_record import ABORT, LINE, STEP
 pytestmark = pytest.mark.timeout(300)
 RANKS = 3
 ROWS = 8
+AS_LONG_AS_IT_TAKES = 10**11
 
 
 class HostedCard(EmulatedCard):
@@ -50,7 +51,7 @@ class HostedCard(EmulatedCard):
             self.put(f"slot map {gate}", slots)
         self.control = self.words_of("control", 1024)
         self.flags = self.words_of("hand-off words", hand_off_bytes(RANKS))
-        state = self.words_of("hand-off state", 32)
+        state = self.words_of("hand-off state", 8 * STATE_WORDS)
         self.times = self.words_of("times", leg_bytes(1 + max(self.layers)))
         ops = [op for op in self.program.ops if isinstance(op, HandOffSend)]
         wide, used = max(op.x.elements for op in ops), max(op.ids.elements for op in ops)
@@ -63,7 +64,8 @@ class HostedCard(EmulatedCard):
             self.payload[rows] = {name: areas[name].view(kinds[name]).reshape(ROWS, -1) for name in sizes}
             payloads[rows] = HandOffBuffers(**{name: (areas[name].ctypes.data, width) for name, width in sizes.items()})
         addresses = [each.ctypes.data for each in (self.flags, self.control)]
-        places = [state.ctypes.data + 8 * i for i in range(4)]
+        self.done = state[32:40]
+        places = [state.ctypes.data + 8 * i for i in range(STATE_WORDS)]
         waits = (RANKS, deadline_ns, min(self.layers), max(self.layers))
         self.hand_off = HandOffAddresses(*addresses, *places, *waits, payloads, self.times.ctypes.data)
 
@@ -87,8 +89,10 @@ class HostedCard(EmulatedCard):
                 if HandOffWords(self.flags).card_flag > target(step, index):
                     self.skipped.append(index)
                     continue
-                self.answer(index, wrong)
-                for rank in range(RANKS):
+                part, sums = self.answer(index, wrong)
+                for rank, columns in enumerate(np.array_split(np.arange(sums.shape[1]), RANKS)):
+                    time.sleep(0.001)
+                    part[: len(sums), columns] = sums[:, columns]
                     self.flags.view(np.int64)[(2 + rank) * LINE // 8] = target(step, index)
 
         thread = threading.Thread(target=serve, daemon=True)
@@ -99,7 +103,8 @@ class HostedCard(EmulatedCard):
             done.set()
             thread.join(60)
 
-    def answer(self, index: int, wrong: list[str]) -> None:
+    def answer(self, index: int, wrong: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Where the sums of a hand-off go, and these."""
         send = next(op for op in self.program.ops if isinstance(op, HandOffSend) and op.index == index)
         op = [op for op in self.whole.ops if isinstance(op, RoutedExperts)][index]
         slots = self.areas[f"slot map {op.gate}"].view(np.int32)
@@ -117,7 +122,7 @@ class HostedCard(EmulatedCard):
         def matrices(e: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             return weights.expert(op.gate, e), weights.expert(op.up, e), weights.expert(op.down, e)
 
-        part["out"][:count, : op.out.elements] = routed_experts(x, ids, mix, matrices, op.limit)
+        return part["out"], routed_experts(x, ids, mix, matrices, op.limit)
 
     def play(self, rows: int, step: int, start: int = 0) -> list[str]:
         self.counts = {"step": rows, "out": rows}
@@ -131,21 +136,25 @@ class HostedCard(EmulatedCard):
     (("qwen3moe-Q4_K_M", 0.5), ("qwen3moe-Q4_K_M", 0.0), ("deepseek2-v3-Q3_K_M", 0.5), ("deepseek2-v3-Q4_K_M", 0.0)),
 )
 def test_joined_hand_offs_change_no_bit(name: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All buffers as with a send, experts, a receive and a sum one after the other; near those of a whole card."""
+    """All buffers as with a send, experts, a receive and a sum one after the other, whether the answers come while
+    experts are opened or later; near those of a whole card."""
     program = build_program(ModelFile.open(quantised_file(name)))
     tiers = tiers_of(program, share)
     views = {each: View(each, 0, buffer.width) for each, buffer in program.buffers.items()}
     for rows in (1, 3):
         found = []
-        for lowering in (Lowering, Unchained):
+        for lowering, linger in ((Lowering, AS_LONG_AS_IT_TAKES), (Lowering, 0), (Unchained, 0)):
             monkeypatch.setattr("bloomery.gpu_worker.lowering.Lowering", lowering)
+            monkeypatch.setattr("bloomery.gpu_worker.hand_off_lowering._LINGER_NS", linger)
             card = HostedCard(program, tiers)
             for step in (5, 6):  # the same rows twice: what the first left behind is in no one's way
                 assert not card.play(rows, step, start=rows * (step - 5))
+                assert not card.done.any()
             found.append({each: card.read(view, rows) for each, view in views.items()})
         monkeypatch.setattr("bloomery.gpu_worker.lowering.Lowering", Lowering)
         for each in ("hidden", program.logits, program.argmax):
-            assert np.array_equal(found[0][each], found[1][each]), (each, rows)
+            for other in found[1:]:
+                assert np.array_equal(found[0][each], other[each]), (each, rows)
         whole = EmulatedCard(program, rows=ROWS)
         for step in range(2):
             whole.run(rows_of(np.arange(7, 7 + rows), start=rows * step), block=False)
@@ -154,8 +163,11 @@ def test_joined_hand_offs_change_no_bit(name: str, share: float, monkeypatch: py
         assert rms < 0.05, rms  # the host's rounding of activations is not the card's
 
 
-def test_times_of_joined_hand_offs() -> None:
-    """A hand-off has been sent before it is seen, and the card's own work ends between or after."""
+@pytest.mark.parametrize("linger", (0, AS_LONG_AS_IT_TAKES))
+def test_times_of_joined_hand_offs(linger: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hand-off has been sent before it is seen, and the card's own work ends between or after. The block that sent
+    sees the answer while others, which come later on the emulator, are at work, if it is given the time."""
+    monkeypatch.setattr("bloomery.gpu_worker.hand_off_lowering._LINGER_NS", linger)
     program = build_program(ModelFile.open(quantised_file("qwen3moe-Q4_K_M")))
     card = HostedCard(program, tiers_of(program, 0.5))
     begun = time.monotonic_ns()
@@ -167,6 +179,7 @@ def test_times_of_joined_hand_offs() -> None:
     sent, ready, seen = step.hand_offs.T
     assert (begun < sent).all() and (sent < seen).all() and (sent < ready).all()
     assert (np.maximum(ready, seen)[:-1] < sent[1:]).all()
+    assert not linger or (seen < ready).all()
 
 
 @pytest.mark.parametrize("name", ("qwen3moe-Q4_K_M", "deepseek2-v3-Q3_K_M"))

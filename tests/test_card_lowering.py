@@ -35,7 +35,7 @@ from bloomery.runtime.split_program import card_part, without_hand_offs
 
 STEP = ("Jobs", 20), ("Input", 6), ("Cache", 3), ("HeadJobs", 36), ("Ring", 5), ("Groups", 7), ("Choice", 7)
 STEP += ("Scored", 10), ("Fresh", 13), ("Normed", 10), ("Residual", 4), ("Sending", 17), ("Receiving", 12)
-STEP += ("Landing", 15), ("Added", 4), ("Opened", 3), ("SoftplusChoice", 11), ("Spread", 9), ("Ending", 6)
+STEP += ("Landing", 17), ("Added", 4), ("Opened", 3), ("SoftplusChoice", 11), ("Spread", 9), ("Ending", 6)
 STEP += ("Mixing", 17), ("Collapse", 5)
 """Parameters that are structs of words, and of how many."""
 
@@ -118,7 +118,7 @@ def test_hand_offs_with_and_without_times(times: int) -> None:
     context = NoCard(card)
     context.hand_off = replace(NoCard.hand_off, times=times)
     launches = lower(card, context, 3, 3)
-    places = [launch.words[-1] for launch in launches if launch.kernel.function == "open_experts"]
+    places = [launch.words[-18] for launch in launches if launch.kernel.function == "open_experts"]
     places += [launch.words[-5] for launch in launches if launch.kernel.function == "receive"]
     places = [place for place in places if place]
     assert places == [times + offset(layer) for layer in layers] * 2 if times else not places

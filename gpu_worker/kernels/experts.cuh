@@ -57,8 +57,9 @@ DEVICE void open_items(const uint8_t* gate, const uint8_t* up, float* out, word 
     }
 }
 
-// What the host is to do of all rows, by one block beside those that open experts: it needs the choice as they do.
-DEVICE void hand_over(const Sending& sending, const Scored& scored, BlockChoice& choice, const int* slots, const int* ids,
+// What the host is to do of all rows, by one block beside those that open experts: it needs the choice as they do. Returns
+// whether there was something.
+DEVICE bool hand_over(const Sending& sending, const Scored& scored, BlockChoice& choice, const int* slots, const int* ids,
                       word ids_stride, const float* mix, word mix_stride, int used, int width) {
     __shared__ float mixes[MOST_USED];
     __shared__ int goes;
@@ -83,16 +84,18 @@ DEVICE void hand_over(const Sending& sending, const Scored& scored, BlockChoice&
     const bool sends = goes;
     if (sends) send_rows(sending, rows, width);
     raise_flag(sending, sends);
+    return sends;
 }
 
 // Grid (blocks of warps, items of a row, rows): silu(gate) * up of every item; a warp takes the same row of both. See `experts`.
 // With scores the choice is made here, by every block for itself, and written to ids and mix. If there is something to send, the
-// first block does that, and the ranks' and rows' first blocks nothing. Dynamic shared memory: the rings, and x (width * 5 / 4
+// first block does that, and looks for what comes back of it; the ranks' and rows' first blocks do nothing. Dynamic shared memory: the rings, and x (width * 5 / 4
 // bytes).
 extern "C" __global__ void __launch_bounds__(Units<Quant>::OPENERS, Units<Quant>::RESIDENT)
     open_experts(const uint8_t* gate, const uint8_t* up, float* out, word out_stride, word outputs, const uint8_t* values,
                  const uint8_t* scales, word x_stride, int* ids, word ids_stride, float* mix, word mix_stride, word used,
-                 const int* slots, word width, word row_bytes, double limit, Opened shared, Scored scored, Sending sending) {
+                 const int* slots, word width, word row_bytes, double limit, Opened shared, Scored scored, Sending sending,
+                 Landing landing) {
     DYNAMIC_SHARED(uint8_t, rings);
     __shared__ BlockChoice choice;
     __shared__ int map[MOST_CHOSEN_FROM];
@@ -106,8 +109,11 @@ extern "C" __global__ void __launch_bounds__(Units<Quant>::OPENERS, Units<Quant>
     uint8_t* held = rings + blockDim.x / 32 * ring;
     if (block < 0 && (blockIdx.y || blockIdx.z)) return;  // one sends; its likes make room for others at once
     await_previous();
-    if (block < 0)
-        return hand_over(sending, scored, choice, slots, ids, ids_stride, mix, mix_stride, int(used), int(width));
+    if (block < 0) {
+        if (hand_over(sending, scored, choice, slots, ids, ids_stride, mix, mix_stride, int(used), int(width)) && landing.done)
+            land_early(landing, int(gridDim.z), int(landing.row), unsigned(blocks) * gridDim.y * gridDim.z);
+        return;
+    }
     if (Quant::FORM != FORM_FLOAT) {
         const Activations given = {values + row * x_stride, scales + row * x_stride, x_stride};
         copy_row<Units<Quant>::HAS>(given, int(width), held, threadIdx.x, blockDim.x);
@@ -129,12 +135,13 @@ extern "C" __global__ void __launch_bounds__(Units<Quant>::OPENERS, Units<Quant>
     out += item * out_stride;
     if (slot < 0) {
         for (int i = block * int(blockDim.x) + int(threadIdx.x); i < outputs; i += blocks * int(blockDim.x)) out[i] = 0.0f;
-        return;
+        return note_done(landing);
     }
     const word at = slot * row_bytes * outputs;
     const Activations x = {held, held + width, 0};
     open_items<Quant>(gate + at, up + at, out, outputs, x, width, row_bytes, rings + threadIdx.x / 32 * ring, float(limit), block,
                       blocks);
+    note_done(landing);
 }
 
 // Weight rows that a warp of close_experts takes together, as a power of two.
@@ -228,6 +235,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_USED)
         const bool comes = lands(landing);
         if (block < 0) {
             if (row == 0 && comes) land(landing, gridDim.y, int(outputs));
+            if (row == 0 && threadIdx.x == 0 && landing.done) *landing.done = 0;
             return;
         }
         if (threadIdx.x < used) {

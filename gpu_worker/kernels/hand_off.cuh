@@ -208,34 +208,72 @@ DEVICE Part await_ranks(const Receiving& receiving, bool early, Else meanwhile) 
 
 // Rows of the host for all blocks of a launch whose first one looks for them: it brings them to `rows` of the card's memory
 // and raises `flag`, which the others await. The first block is on the card before the others are, so it may be awaited.
+// The block that sent may have brought them before: it looks while others of its launch are at work, which `done` counts, for
+// `linger` nanoseconds at most.
 struct Landing {
     Receiving receiving;
     float* rows;
     word row;
     word* flag;
+    unsigned* done;
+    word linger;
 };
+
+DEVICE word flag_of(const Landing& landing) { return flag_of(__ldcg(landing.receiving.step), landing.receiving.index); }
+
+// By all threads of the block that has seen all ranks' flags, or (without rows) found that the step was given up.
+DEVICE void bring(const Landing& landing, int rows, int width) {
+    const Receiving& receiving = landing.receiving;
+    move_rows(landing.rows, landing.row, receiving.from, receiving.from_row, rows, width);
+    __syncthreads();
+    if (threadIdx.x) return;
+    __threadfence();
+    store_release_here(landing.flag, flag_of(landing));
+}
+
+// By all threads of the block that sent, beside `others` of its launch. It may leave with nothing seen.
+DEVICE void land_early(const Landing& landing, int rows, int width, unsigned others) {
+    const Receiving& receiving = landing.receiving;
+    __shared__ int there;
+    __syncthreads();  // the step's number has been written
+    if (threadIdx.x < 32) {
+        const word wanted = flag_of(landing), begun = now();
+        bool seen, goes_on;
+        do {
+            seen = true;
+            for (word rank = threadIdx.x; rank < receiving.ranks; rank += 32)
+                seen &= load_acquire(receiving.words + RANK_FLAGS + rank * LINE_WORDS) >= wanted;
+            seen = !__any_sync(~0u, !seen);
+            goes_on = !seen && __ldcg(landing.done) < others && now() - begun < landing.linger;
+        } while (__shfl_sync(~0u, goes_on, 0));
+        if (threadIdx.x == 0) there = seen;
+        if (seen && receiving.times && threadIdx.x == 0) receiving.times[SEEN] = now();
+    }
+    __syncthreads();
+    if (there) bring(landing, rows, width);
+}
+
+// By the others, once.
+DEVICE void note_done(const Landing& landing) {
+    if (landing.done && threadIdx.x == 0) atomicAdd(landing.done, 1u);
+}
 
 // Whether something is to land. After await_previous.
 DEVICE bool lands(const Landing& landing) {
     const Receiving& receiving = landing.receiving;
-    return receiving.from && __ldcg(receiving.decided) == 2 * flag_of(__ldcg(receiving.step), receiving.index) + 1;
+    return receiving.from && __ldcg(receiving.decided) == 2 * flag_of(landing) + 1;
 }
 
-// By all threads of the first block, if something lands. Also a step that was given up is said to have landed.
+// By all threads of the first block, if something lands that has not. Also a step that was given up is said to have landed.
 DEVICE void land(const Landing& landing, int rows, int width) {
-    const Receiving& receiving = landing.receiving;
-    if (await_ranks(receiving, false, [](int) {}) == THERE)
-        move_rows(landing.rows, landing.row, receiving.from, receiving.from_row, rows, width);
-    __syncthreads();
-    if (threadIdx.x) return;
-    __threadfence();
-    store_release_here(landing.flag, flag_of(__ldcg(receiving.step), receiving.index));
+    if (load_acquire_here(landing.flag) >= flag_of(landing)) return;  // nobody raises it in this launch but this block
+    bring(landing, await_ranks(landing.receiving, false, [](int) {}) == THERE ? rows : 0, width);
 }
 
 // By every thread that reads of the rows before the next barrier, one at least. `says`: whether it notes that its block had nothing
 // left to do.
 DEVICE void await_landing(const Landing& landing, bool says) {
-    const word wanted = flag_of(__ldcg(landing.receiving.step), landing.receiving.index);
+    const word wanted = flag_of(landing);
     if (says && landing.receiving.times) landing.receiving.times[BEGUN] = now();
     while (load_acquire_here(landing.flag) < wanted) {}
 }
