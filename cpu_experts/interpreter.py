@@ -15,7 +15,15 @@ from enum import IntEnum
 
 from numba import int64, njit
 
-from bloomery.cpu_experts.stage import STEP_FAILURE, STEP_LAP, STEP_OUT_ROWS, STEP_ROWS, STEP_SKIP, STEP_WORDS
+from bloomery.cpu_experts.stage import (
+    STEP_FAILURE,
+    STEP_LAP,
+    STEP_NUMBER,
+    STEP_OUT_ROWS,
+    STEP_ROWS,
+    STEP_SKIP,
+    STEP_WORDS,
+)
 from bloomery.runtime.step_record import (
     ABORT,
     AHEAD,
@@ -247,6 +255,7 @@ def serve(control: int, record: int, table: int, stages: int, private: int, rank
         store_release(private + POINTERS + 8 * STEP_OUT_ROWS, load_acquire(record + OUT_ROWS))
         store_release(private + POINTERS + 8 * STEP_FAILURE, 0)
         store_release(private + POINTERS + 8 * STEP_SKIP, 0)
+        store_release(private + POINTERS + 8 * STEP_NUMBER, step)
         outcome = _COMPLETED
         if load_acquire(record + ALONE) == 0:
             count = stages if load_acquire(record + SHALLOW) == 0 else load_acquire(private + SHALLOW_STAGES)

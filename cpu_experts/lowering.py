@@ -18,6 +18,7 @@ from bloomery.cpu_experts.kernels import FLOAT_TYPES, SUPER_TYPES, WEIGHT_TYPES
 from bloomery.cpu_experts.kernels.layouts import (
     ACTIVATION_ELEMENTS,
     BUFFER_BYTES,
+    CLAIM_BYTES,
     EXPERTS_HEAD,
     OWN_ELEMENTS,
     OWN_ROWS,
@@ -131,6 +132,9 @@ class _NoMemory:
 
     def factor(self, name: str, before: int, total: int, matrices: int = 1) -> tuple[int, int]:
         return _ALIGN, _ALIGN
+
+    def lent(self, name: str, before: int, total: int, matrices: int = 1) -> tuple[tuple[int, int], ...]:
+        return ()
 
     def kept(self, name: str) -> tuple[int, ...] | None:
         return None
@@ -387,7 +391,8 @@ class _Lowering(Deepseek4Lowering):
         result = aligned(op.out.elements * F32_BYTES)
         parts = self.context.scratch("experts", items * result)
         self._experts(op, hidden, experts, [(op.down, parts, result, op.out.elements)], x, 1)
-        self.out[-1] = replace(self.out[-1], barrier=False)  # a rank sums what it has multiplied
+        if not self.context.lent(op.down, 0, op.out.elements, experts):
+            self.out[-1] = replace(self.out[-1], barrier=False)  # a rank sums what it has multiplied
         mix = self.context.view(op.mix)
         ids = self.context.view(op.ids)
         self.emit("experts_sum", parts, result, *mix, used, *self.context.view(op.out), op.out.elements, rows, *ids)
@@ -422,11 +427,17 @@ class _Lowering(Deepseek4Lowering):
         if kept is not None:
             table = EXPERTS_HEAD + 1 + len(words)
             words += _numbers(kept, experts)
+        lent = [place for name, _, _, outputs in jobs for place in self.context.lent(name, 0, outputs, experts)]
+        others = 0
+        if lent:
+            others = EXPERTS_HEAD + 1 + len(words)
+            claims = self.context.scratch(f"claims:{len(self.out)}", CLAIM_BYTES * self.context.ranks)
+            words += [claims, *(word for place in lent for word in place)]
         area = aligned(F32_BYTES * (here + 1 + 2 * self._max_rows(op.x) * used))
         lists = self.context.scratch("lists", area * self.context.ranks)
         self.emit(
             f"experts_{quant_type}", self._rows(op.x), x.address, x.row_stride, x.d_plane, x.sums_plane, *tiles,
-            lists, area, *self.context.view(op.ids), used, here, x_of_each_item, x.own, table,
+            lists, area, *self.context.view(op.ids), used, here, x_of_each_item, x.own, table, others,
             len(jobs), *words,
         )  # fmt: skip
 

@@ -30,7 +30,8 @@ STEP_OUT_INDICES: Final = 5  # address of int32[O]: indices of the wanted rows
 STEP_FAILURE: Final = 6  # set by a kernel that waited in vain for another process; the rank then leaves the step
 STEP_SKIP: Final = 7  # set by a kernel to the number of stages behind it that are left out; else 0
 STEP_LAP: Final = 8  # which lap of the step it is: 0 its own, then the steps ahead
-STEP_WORDS: Final = 9
+STEP_NUMBER: Final = 9  # the step's number
+STEP_WORDS: Final = 10
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,10 @@ class LoweringContext(Protocol):
         Ranks share `total` output rows (`kernels/work.py`), of which the rows of each matrix are those from `before`
         on; only this rank's need be there, each at its distance from the matrix's address. Of `matrices` those that are
         `kept` count."""
+
+    def lent(self, name: str, before: int, total: int, matrices: int = 1) -> tuple[tuple[int, int], ...]:
+        """What `factor` says to each rank of its rows, in this process's addresses; address 0 where they cannot be seen
+        from here. Empty if ranks see their own rows only."""
 
     def kept(self, name: str) -> tuple[int, ...] | None:
         """Of a weight of several matrices the numbers of those that are there, side by side; None: all are."""

@@ -1,6 +1,6 @@
 """Atomics, system calls and indirect calls for Numba nogil code. Knows no layout and no waiting rule.
 
-Addresses are plain int64. Loads acquire, stores release; `exchange` is sequentially consistent and a full fence.
+Addresses are plain int64. Loads acquire, stores release; exchanges are sequentially consistent and full fences.
 x86-64 and Linux only, like the kernels.
 """
 
@@ -62,6 +62,18 @@ def exchange(typing_context: Any, address: Any, value: Any) -> Any:
         return builder.atomic_rmw("xchg", builder.inttoptr(arguments[0], _WORD), arguments[1], "seq_cst")
 
     return types.int64(types.int64, types.int64), emit
+
+
+@_word_intrinsic
+def compare_exchange(typing_context: Any, address: Any, expected: Any, value: Any) -> Any:
+    """Stores `value` where `expected` is found; 1 if it was, else 0. A full fence."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = builder.inttoptr(arguments[0], _WORD)
+        found = builder.cmpxchg(place, arguments[1], arguments[2], "seq_cst", "seq_cst")
+        return builder.zext(builder.extract_value(found, 1), _I64)
+
+    return types.int64(*[types.int64] * 3), emit
 
 
 @_word_intrinsic

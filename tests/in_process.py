@@ -62,8 +62,9 @@ class InProcessExecutor:
         max_out_rows: int = 16,
         ranks: int = 1,
         cache_type: str = "f32",
+        lends: bool = False,
     ) -> None:
-        self.program = program
+        self.program, self.lends = program, lends
         self.context, self.slots, self.max_rows, self.max_out_rows = context, slots, max_rows, max_out_rows
         self.ranks, self.cache_type = ranks, cache_type
         self.buffers: dict[str, NDArray[Any]] = {}
@@ -96,6 +97,10 @@ class InProcessExecutor:
     def factor(self, name: str, before: int, total: int, matrices: int = 1) -> tuple[int, int]:
         address, tensor = self.weight(name)
         return address, tensor.nbytes // matrices
+
+    def lent(self, name: str, before: int, total: int, matrices: int = 1) -> tuple[tuple[int, int], ...]:
+        """With `lends` every rank sees all rows."""
+        return (self.factor(name, before, total, matrices),) * self.ranks if self.lends else ()
 
     def kept(self, name: str) -> tuple[int, ...] | None:
         return None

@@ -247,11 +247,11 @@ def test_experts_equal_products_of_each_item(name: str) -> None:
             for out in outs:
                 out[:] = np.nan
             some = jobs[: 7 * weights_at_once]
-            tail = (used, experts, 0, 0, 0, weights_at_once, *some)
+            tail = (used, experts, 0, 0, 0, 0, weights_at_once, *some)
             run_kernel(f"experts_{name}", [*words, *tail], step_of(count), ranks)
             for expected, out in zip(expectations[:weights_at_once], outs):
                 np.testing.assert_array_equal(out.reshape(rows, used, outputs)[:count], expected[:count])
-        run_kernel(f"experts_{name}", [*words, used, experts, 1, 0, 0, 1, *jobs[:7]], step_of(1), ranks)
+        run_kernel(f"experts_{name}", [*words, used, experts, 1, 0, 0, 0, 1, *jobs[:7]], step_of(1), ranks)
         np.testing.assert_array_equal(outs[0][:used], whole[0][range(used), ids[0]])  # a row of x for every item
         # every rank reads the x that it has for itself; matrices lie in another order, as a table says
         order = [4, 2, 5, 1, 6, 0, 3]
@@ -266,7 +266,7 @@ def test_experts_equal_products_of_each_item(name: str) -> None:
                 areas.reshape(ranks, -1)[rank] = quantised
                 words[1] = areas.ctypes.data
                 some = [weights_at_once, *jobs[: 7 * weights_at_once]]
-                tail = (used, experts, 0, quantised.nbytes, EXPERTS_HEAD + len(some), *some)
+                tail = (used, experts, 0, quantised.nbytes, EXPERTS_HEAD + len(some), 0, *some)
                 table = [order.index(expert) for expert in range(experts)]
                 run_kernel(f"experts_{name}", [*words, *tail, *table], step_of(count), ranks, [rank])
             for expected, out in zip(expectations[:weights_at_once], outs):

@@ -7,11 +7,11 @@ and `row_matmul`; arguments are laid out by `lowering`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
 from bloomery.cpu_experts.kernels.block_dots import with_pairs
 from bloomery.cpu_experts.kernels.float_dots import ELEMENT_BYTES
-from bloomery.cpu_experts.kernels.layouts import EXPERTS_HEAD
+from bloomery.cpu_experts.kernels.layouts import EXPERTS_HEAD, EXPERTS_JOB
+from bloomery.cpu_experts.kernels.lent_experts import lent_experts
 from bloomery.cpu_experts.kernels.matmul import multiply_of
 from bloomery.cpu_experts.kernels.row_matmul import multiply_pairs, multiply_runs
 from bloomery.cpu_experts.kernels.work import share_end, share_start
@@ -21,10 +21,9 @@ from bloomery.cpu_experts.simd import argument, compiled, inlined, load_i32, sto
 # Head: rows (index of the step's row count), x, x stride, d plane, sums plane, tiles, bytes of a tile area, lists,
 # bytes of a list area, ids, ids row stride, used, experts, 1 if x has a row for every item (0: for every row), bytes
 # from one rank's x to the next one's (0: all have the same), the word of the arguments at which a table begins that has
-# for each id the number of its matrices among the `experts` that are here (0: all are).
+# for each id the number of its matrices among the `experts` that are here (0: all are), the word at which the table of
+# other ranks' rows begins (`lent_experts`; 0: there is none).
 # Job: weight, bytes of an expert, bytes of a row, blocks of a row, output rows, out, out stride.
-EXPERTS_JOB: Final = 7
-
 
 @inlined
 def _number(table: int, chosen: int) -> int:
@@ -205,6 +204,7 @@ def experts(name: str) -> Callable[[int, int, int, int], None]:
     multiply = multiply_of(name)
     two_jobs = _never() if name in ELEMENT_BYTES else _two_jobs(name)
     two_experts = _two_experts(name) if with_pairs(name) else _never()
+    lent = lent_experts(name)
 
     def kernel(args: int, rank: int, ranks: int, step: int) -> None:
         rows = argument(step, argument(args, 0))
@@ -216,6 +216,8 @@ def experts(name: str) -> Callable[[int, int, int, int], None]:
         pairs = group_by_expert(
             lists, argument(args, 9), argument(args, 10), rows, used, expert_count, argument(args, 13), table
         )
+        if rows == 1 and lent(args, x, pairs, table, load_i32(lists), rank, ranks, step):
+            return
         jobs = argument(args, EXPERTS_HEAD)
         expert = next_expert(lists, -1, expert_count)
         while expert < expert_count:

@@ -27,7 +27,9 @@ ATTENTION_SCORES: Final = 1 << 22  # bytes
 ROUTER_WORDS: Final = 5  # 32-bit words a rank needs for each expert while choosing
 OWN_ROWS: Final = 8  # rows of a hand-off up to which a rank may quantise the input for itself
 OWN_ELEMENTS: Final = 400  # for each rank: elements of a row that a rank quantises while so many meet at a barrier
-EXPERTS_HEAD: Final = 16  # words before the number of jobs in the arguments of experts_<type>
+EXPERTS_HEAD: Final = 17  # words before the number of jobs in the arguments of experts_<type>
+EXPERTS_JOB: Final = 7  # words of a job
+CLAIM_BYTES: Final = 64  # from one rank's claim word to the next one's
 SHARED_INDEX_ROWS: Final = 8  # rows of a step up to which the ranks share the index scores of each row
 
 ACTIVATION_ELEMENTS: Final = {"Q8_K": 256, "Q8_0": 32, "F16": 1, "BF16": 1}  # elements of a block
