@@ -45,6 +45,9 @@ class SizingContext:
         address, tensor = self.weight(name)
         return address, tensor.nbytes // matrices
 
+    def lent(self, name: str, before: int, total: int, matrices: int = 1) -> tuple[tuple[int, int], ...]:
+        return self._own.lent(name, before, total, matrices) if self._own else ()
+
     def kept(self, name: str) -> tuple[int, ...] | None:
         return self._own.kept(name) if self._own else None
 
@@ -101,6 +104,9 @@ class ArenaContext:
             return self._own.factor(name, before, total, matrices)
         address, tensor = self.weight(name)
         return address, tensor.nbytes // matrices
+
+    def lent(self, name: str, before: int, total: int, matrices: int = 1) -> tuple[tuple[int, int], ...]:
+        return self._own.lent(name, before, total, matrices) if self._own else ()
 
     def kept(self, name: str) -> tuple[int, ...] | None:
         return self._own.kept(name) if self._own else None

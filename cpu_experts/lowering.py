@@ -20,6 +20,7 @@ from bloomery.cpu_experts.kernels.layouts import (
     BUFFER_BYTES,
     CLAIM_BYTES,
     EXPERTS_HEAD,
+    MOST_CLAIMS,
     OWN_ELEMENTS,
     OWN_ROWS,
     ROUTER_WORDS,
@@ -429,7 +430,7 @@ class _Lowering(Deepseek4Lowering):
             words += _numbers(kept, experts)
         lent = [place for name, _, _, outputs in jobs for place in self.context.lent(name, 0, outputs, experts)]
         others = 0
-        if lent:
+        if lent and 2 * used <= MOST_CLAIMS:
             others = EXPERTS_HEAD + 1 + len(words)
             claims = self.context.scratch(f"claims:{len(self.out)}", CLAIM_BYTES * self.context.ranks)
             words += [claims, *(word for place in lent for word in place)]

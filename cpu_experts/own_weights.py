@@ -1,8 +1,9 @@
 """Weights in a worker's own memory: of everything that is multiplied the rows that its rank computes, in huge pages.
 
 Owns which rows those are, where they lie and how they come from the file. Private memory gets huge pages where shared
-memory gets none, and lies near the core that fills it. Its price: nobody else has these rows, so a worker that takes
-the place of a dead one reads them again. What is not multiplied (embeddings, norms, biases) stays in the mapped file.
+memory gets none by itself, and lies near the core that fills it. Its price: nobody else has these rows, so a worker
+that takes the place of a dead one reads them again. Ranks that lend have them in `lent_memory`, where others see them
+(`lent`, once told where: `borrow`). What is not multiplied (embeddings, norms, biases) stays in the mapped file.
 
 The rows of a rank lie side by side, matrix after matrix (of experts only those that the host computes), in the order of
 the file; the address that kernels get is
@@ -16,12 +17,13 @@ import mmap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from bloomery.cpu_experts.kernels.work import share_start
+from bloomery.cpu_experts.lent_memory import LentMemory
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.host_weights import HUGE_PAGE, PAGE, huge_bytes, lock_memory
 from bloomery.runtime.model_file import Tensor
@@ -76,25 +78,70 @@ class Piece:
     place: int
 
 
+class RankRows:
+    """Where the rows of one rank lie in its memory: what it wants, in the order in which it was wanted."""
+
+    def __init__(self) -> None:
+        self.parts: dict[tuple[str, int, int, int], Part] = {}
+        self.nbytes = 0
+
+    def add(self, key: tuple[str, int, int, int], tensor: Tensor, rows: tuple[int, int], kept: tuple[int, ...]) -> None:
+        part = self.parts[key] = Part(tensor, *rows, key[3], kept, self.nbytes)
+        self.nbytes += -(-part.nbytes // _LINE) * _LINE
+
+    def factor(self, address: int, key: tuple[str, int, int, int]) -> tuple[int, int]:
+        """As `LoweringContext.factor`, if the memory begins at `address`."""
+        part = self.parts[key]
+        return address + part.place - part.first * part.row_bytes, part.matrix_bytes
+
+
 class OwnWeights:
     """What rank `rank` of `ranks` multiplies. Lowering first tells what it wants (`want`), then `load` reads it, then
     `factor` says where it is."""
 
     def __init__(
-        self, program: Program, rank: int, ranks: int, kept: Mapping[str, tuple[int, ...]] | None = None
+        self,
+        program: Program,
+        rank: int,
+        ranks: int,
+        kept: Mapping[str, tuple[int, ...]] | None = None,
+        lends: bool = False,
     ) -> None:
-        """`kept`: of which tensors only some matrices are wanted, in ascending order."""
+        """`kept`: of which tensors only some matrices are wanted, in ascending order. `lends`: other ranks, of which
+        that is true as well, may read these rows."""
         self._kept = kept or {}
         self._program, self._rank, self._ranks = program, rank, ranks
-        self._parts: dict[tuple[str, int, int, int], Part] = {}
+        self._rows = {each: RankRows() for each in (range(ranks) if lends else [rank])}
+        self._lends = lends
         self._address = 0
         self._memory: mmap.mmap | None = None
-        self.nbytes = 0
+        self._lent: LentMemory | None = None
+        self._borrowed: dict[int, LentMemory] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return self._rows[self._rank].nbytes
+
+    @property
+    def _parts(self) -> dict[tuple[str, int, int, int], Part]:
+        return self._rows[self._rank].parts
 
     @property
     def names(self) -> set[str]:
         """Tensors that need not be read from the mapped file."""
         return {name for name, *_ in self._parts}
+
+    @property
+    def path(self) -> str:
+        """Where other ranks find these rows once they are loaded; "" if they cannot see them."""
+        return self._lent.path if self._lent else ""
+
+    def borrow(self, paths: Sequence[str]) -> None:
+        """Makes the rows of all other ranks readable; `paths` are theirs. Those that cannot be mapped are not."""
+        for rank, path in enumerate(paths):
+            if path and self._lends and rank != self._rank and self._rows[rank].nbytes:
+                with suppress(OSError):
+                    self._borrowed[rank] = LentMemory.borrow(path, self._rows[rank].nbytes)
 
     def want(self, name: str, before: int, total: int, matrices: int) -> None:
         """Arguments as of `LoweringContext.factor`."""
@@ -103,18 +150,25 @@ class OwnWeights:
             return
         tensor = self._program.weights[name]
         rows = len(tensor.rows) // matrices
-        first, last = (
-            min(max(_share_start(total, rank, self._ranks) - before, 0), rows) for rank in (self._rank, self._rank + 1)
-        )
         kept = self._kept.get(name, tuple(range(matrices)))
-        part = Part(tensor, first, last, matrices, kept, self.nbytes)
-        self._parts[key] = part
-        self.nbytes += -(-part.nbytes // _LINE) * _LINE
+        for rank, each in self._rows.items():
+            first, last = (
+                min(max(_share_start(total, end, self._ranks) - before, 0), rows) for end in (rank, rank + 1)
+            )
+            each.add(key, tensor, (first, last), kept)
 
     def factor(self, name: str, before: int, total: int, matrices: int) -> tuple[int, int]:
         """As `LoweringContext.factor`, of what was wanted and loaded."""
-        part = self._parts[name, before, total, matrices]
-        return self._address + part.place - part.first * part.row_bytes, part.matrix_bytes
+        return self._rows[self._rank].factor(self._address, (name, before, total, matrices))
+
+    def lent(self, name: str, before: int, total: int, matrices: int) -> tuple[tuple[int, int], ...]:
+        """As `LoweringContext.lent`."""
+        begins = {rank: memory.address for rank, memory in self._borrowed.items()} | {self._rank: self._address}
+        return tuple(
+            each.factor(begins[rank], (name, before, total, matrices)) if begins.get(rank) else (0, 0)
+            for rank, each in self._rows.items()
+            if self._lends
+        )
 
     def kept(self, name: str) -> tuple[int, ...] | None:
         """As `LoweringContext.kept`."""
@@ -150,6 +204,14 @@ class OwnWeights:
         progress(self.nbytes, self.nbytes)
 
     def _take(self) -> None:
+        if self._lends and self.nbytes:
+            try:
+                self._lent = LentMemory.take(self.nbytes)
+            except OSError as error:
+                raise _no_memory(self.nbytes) from error
+            if self._lent:
+                self._address = self._lent.address
+                return
         try:
             self._memory = mmap.mmap(-1, self.nbytes + 2 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self._memory.madvise(mmap.MADV_HUGEPAGE)
@@ -179,7 +241,8 @@ class OwnWeights:
         """The part that lies in huge pages, as /proc/self/smaps tells."""
         if not self.nbytes:
             return 1.0
-        found = huge_bytes(self._address, self._address + self.nbytes, "AnonHugePages")
+        kind = "ShmemPmdMapped" if self._lent else "AnonHugePages"
+        found = huge_bytes(self._address, self._address + self.nbytes, kind)
         return min(1.0, found / self.nbytes)
 
     def lock(self) -> str:

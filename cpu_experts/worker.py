@@ -47,7 +47,7 @@ class Worker:
         module, _, function = start.workload.partition(":")
         self._workload: Workload = getattr(importlib.import_module(module), function)(start)
         program, shape = self._workload.program, start.shape
-        sharing = (start.rank, shape.processes, self._workload.kept)
+        sharing = (start.rank, shape.processes, self._workload.kept, start.lends)
         self._own = OwnWeights(program, *sharing) if start.own_weights else None
         sizing = SizingContext(program, shape, self._own)
         self._stages = self._workload.stages(sizing)
@@ -74,6 +74,7 @@ class Worker:
             stages=self._lowered.stages,
             labels=[stage.label for stage in self._stages],
             kernels=[INTERPRETER, *dict.fromkeys(stage.kernel for stage in self._stages)],
+            rows=self._own.path if self._own else "",
         )
         while (message := self._link.receive())["kind"] == "compile":
             self._compile(message["kernel"])
@@ -103,6 +104,8 @@ class Worker:
         self._compile(INTERPRETER)
         layout = ArenaLayout(self._workload.program, self._start.shape, lowered_of(message))
         arena = Arena.attach(message["prefix"], layout)
+        if self._own:
+            self._own.borrow(message["rows"][: self._start.shape.processes])
         weights = (self._copied(), self._own)
         context = ArenaContext(self._workload.program, arena, self._start.hand_off_ns, *weights)
         self._stages = self._workload.stages(context)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from bloomery.gpu_worker.launches import STATE_WORDS, HandOffAddresses, HandOffBuffers
+from bloomery.gpu_worker.launches import HandOffAddresses, HandOffBuffers
 from bloomery.runtime.arena import Arena
 from bloomery.runtime.expert_tiers import ExpertTiers
 from bloomery.runtime.hand_off import BUFFERS
@@ -59,7 +59,7 @@ class HostSide:
         words, control = on_card(address("hand_off")), on_card(address("control"))
         times = on_card(address("leg_times")) if self.timed else 0
         waits = (self.ranks, self.deadline_ns, self.first, self.last)
-        own = tuple(state + 8 * word for word in range(STATE_WORDS))
+        own = (state, state + 8, state + 16, state + 24, state + 32)
         return HandOffAddresses(words, control, *own, *waits, buffers, times)
 
 

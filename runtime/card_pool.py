@@ -26,7 +26,7 @@ from bloomery.runtime.errors import StepAborted
 from bloomery.runtime.executor import MOST_AHEAD, StateSnapshot, StepResult, StepRows, check_rows
 from bloomery.runtime.expert_tiers import ExpertTiers
 from bloomery.runtime.host_pool import IDLE_SPIN_NS, hand_off_ns, quiet_seconds, stall_seconds, worker_starts
-from bloomery.runtime.host_weights import check_room
+from bloomery.runtime.host_weights import check_room, lends
 from bloomery.runtime.leg_times import LegWords, StepLegs
 from bloomery.runtime.memory_terms import CARD_ROWS, LOGITS_BYTES, PROMPT_ROWS
 from bloomery.runtime.program import Program
@@ -177,7 +177,7 @@ class CardPool:
         own_weights = own_weights and bool(hand_offs)
         if own_weights and tiers:
             check_room(tiers.host_bytes)
-        starts = [replace(start, tiers=text, own_weights=own_weights) for start in starts]
+        starts = [replace(start, tiers=text, own_weights=own_weights, lends=lends(program, hosts)) for start in starts]
         start = card_start(model_path, program, shape, workload, card, hand_offs, text, time_legs)
         start = replace(start, stream_rows=stream_rows if streams else 0, stream_tiers=stream_tiers)
         starts.append(replace(start, deterministic=deterministic))

@@ -32,6 +32,7 @@ from bloomery.runtime.host_weights import (
     check_room,
     copied_bytes,
     copied_tensors,
+    lends,
     private_pays,
 )
 from bloomery.runtime.memory_terms import LOGITS_BYTES
@@ -177,7 +178,9 @@ class HostPool:
             starts = [replace(start, weight_files=weights.files) for start in starts]
         elif host_weights == "private":
             check_room(copied_bytes(program))
-            starts = [replace(start, own_weights=True, mlock=mlock) for start in starts]
+            starts = [
+                replace(start, own_weights=True, mlock=mlock, lends=lends(program, processes)) for start in starts
+            ]
         quiet = quiet_seconds()
         group: WorkerGroup | None = None
         arena: Arena | None = None

@@ -26,7 +26,7 @@ from bloomery.runtime.engram_record import engram_tables
 from bloomery.runtime.errors import PlanError
 from bloomery.runtime.memory_limits import available_memory
 from bloomery.runtime.model_file import Tensor
-from bloomery.runtime.program import Program
+from bloomery.runtime.program import Program, RoutedExperts
 from bloomery.runtime.topology import Topology
 
 HostWeightsPlace: TypeAlias = Literal["copy", "shared", "private", "mmap"]
@@ -35,6 +35,8 @@ pages ("copy"); or in the page cache of the mapped file."""
 PAGE: Final = 4096
 HUGE_PAGE: Final = 2 << 20
 LEAST_COPY: Final = 1 << 30
+LEAST_LENDERS: Final = 4
+"""Ranks from which on they lend each other their rows: with few, balance gains little, and memory comes later."""
 MOST_RUNS: Final = 16384
 """Mappings that a process spends on weights; the kernel allows 65530 altogether."""
 
@@ -44,13 +46,13 @@ _MBIND: Final = 237  # x86-64
 _PREFERRED: Final = 1
 _MAP_FIXED: Final = 0x10
 _NO_ACCESS: Final = 0
-_libc: Final = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.syscall.argtypes = [ctypes.c_long] + [ctypes.c_void_p] * 6
+libc: Final = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+libc.syscall.argtypes = [ctypes.c_long] + [ctypes.c_void_p] * 6
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ class HostWeights:
         self.huge = 0.0
         """The part that lay in huge pages after loading."""
         self._reserved = layout.nbytes + 2 * HUGE_PAGE
-        reserved = _libc.mmap(None, self._reserved, _NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        reserved = libc.mmap(None, self._reserved, _NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
         self._start: int = 0 if reserved in (None, ctypes.c_void_p(-1).value) else reserved
         self.address: int = -(-self._start // HUGE_PAGE) * HUGE_PAGE
         try:
@@ -203,17 +205,17 @@ class HostWeights:
         at, descriptor = self.address + run.place, self._descriptors[run.node]
         flags = mmap.MAP_SHARED | _MAP_FIXED
         nbytes = -(-run.nbytes // HUGE_PAGE) * HUGE_PAGE if self.hugetlb else run.nbytes
-        if _libc.mmap(at, nbytes, protection, flags, descriptor, run.within) != at:
+        if libc.mmap(at, nbytes, protection, flags, descriptor, run.within) != at:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         self.advise(run.place, run.nbytes, mmap.MADV_HUGEPAGE)
         if writable and len(self.layout.segments) > 1:  # no matter if it fails: then the first to touch decides
             mask = (ctypes.c_ulong * 16)()
             mask[run.node // 64] = 1 << run.node % 64
-            _libc.syscall(_MBIND, at, run.nbytes, _PREFERRED, ctypes.addressof(mask), 1024, 0)
+            libc.syscall(_MBIND, at, run.nbytes, _PREFERRED, ctypes.addressof(mask), 1024, 0)
 
     def advise(self, place: int, nbytes: int, advice: int) -> bool:
         """madvise of a part of the range; whether the kernel took it."""
-        return bool(_libc.madvise(self.address + place, nbytes, advice) == 0)
+        return bool(libc.madvise(self.address + place, nbytes, advice) == 0)
 
     def populate(self, place: int, nbytes: int) -> None:
         """Takes memory for a part of the range, within pages. PlanError if there is none."""
@@ -256,7 +258,7 @@ class HostWeights:
     def close(self) -> None:
         """Unmaps and closes. The memory is free as soon as nobody has it mapped, however they end."""
         if self._start:
-            _libc.munmap(self._start, self._reserved)
+            libc.munmap(self._start, self._reserved)
             self._start = 0
         for descriptor in self._descriptors.values():
             os.close(descriptor)
@@ -280,6 +282,13 @@ def huge_pages_for(nbytes: int, root: Path = Path("/")) -> bool:
     chosen = common if own is None or own[1] == "inherit" else own
     transparent = chosen is not None and chosen[1] not in ("never", "deny")
     return transparent or _reserved_huge_pages(root) * HUGE_PAGE >= nbytes
+
+
+def lends(program: Program, ranks: int) -> bool:
+    """Whether ranks with rows of their own lend them to each other, for routed experts; BLOOMERY_LEND=0 and 1 say so
+    whatever their number is."""
+    routed = any(isinstance(op, RoutedExperts) for op in program.ops)
+    return routed and bool(int(os.environ.get("BLOOMERY_LEND") or ranks >= LEAST_LENDERS))
 
 
 def private_pays(nbytes: int, root: Path = Path("/")) -> bool:
@@ -342,7 +351,7 @@ def lock_mapped(tensors: Iterable[Tensor]) -> str:
 def lock_memory(address: int, nbytes: int) -> str:
     """Keeps the pages of these bytes in memory; why that is not possible, or ""."""
     first = address // PAGE * PAGE
-    return os.strerror(ctypes.get_errno()) if _libc.mlock(first, address + nbytes - first) else ""
+    return os.strerror(ctypes.get_errno()) if libc.mlock(first, address + nbytes - first) else ""
 
 
 def huge_bytes(begin: int, end: int, *kinds: str) -> int:

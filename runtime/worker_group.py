@@ -45,6 +45,7 @@ class WorkerGroup:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._children: list[Child] = []
         self._sizes = FileSizes(starts[0].model)
+        self._rows = [""] * len(starts)  # of each worker where others find its rows, if they may
         try:
             self._bind()
             self._starts = [replace(start, endpoint=f"ipc://{self._path}") for start in starts]
@@ -92,7 +93,10 @@ class WorkerGroup:
     def hellos(self, ranks: Iterable[int], progress: Progress | None = None) -> dict[int, dict[str, Any]]:
         """Waits until these workers have opened the model and lowered its program. Raises what the first one to fail
         reports: ModelFileError, PlanError, or WorkerLost."""
-        return self._collect("hello", ranks, "spawn", progress)
+        found = self._collect("hello", ranks, "spawn", progress)
+        for rank, hello in found.items():
+            self._rows[rank] = hello.get("rows", "")
+        return found
 
     def compile(self, ranks: Iterable[int], kernels: Sequence[str], progress: Progress) -> None:
         """Has each kernel compiled, or found in the cache, by whichever of these is free; each by one only."""
@@ -113,7 +117,7 @@ class WorkerGroup:
     ) -> dict[int, dict[str, Any]]:
         """Shows these workers the arena and waits until they can run steps; what they say of themselves."""
         ranks = list(ranks)
-        message = encode("attach", prefix=arena.prefix, scratch=lowered.scratch, stages=lowered.stages)
+        message = encode("attach", prefix=arena.prefix, scratch=lowered.scratch, stages=lowered.stages, rows=self._rows)
         for rank in ranks:
             self._send(rank, message)
         return self._collect("ready", ranks, "load", progress)

@@ -2,11 +2,13 @@
 
 Owns the messages' shape (msgpack maps with a `kind`). Steps themselves go through the arena only.
 
-    worker -> pool   hello(scratch, stages, labels, kernels) . compiled(kernel) . progress(stage, done, total)
+    worker -> pool   hello(scratch, stages, labels, kernels, rows): where other ranks find the weights in its memory, if
+                     they may read them . compiled(kernel) . progress(stage, done, total)
                      ready(weights, huge, unlocked): of weights in its own memory the bytes, the part of these in huge
                      pages, and why they are not locked where they should be
                      error(type, message, hint)
-    pool -> worker   compile(kernel) . attach(prefix, scratch, stages) . (empty frame: doorbell)
+    pool -> worker   compile(kernel) . attach(prefix, scratch, stages, rows), rows being those of all workers
+                     (empty frame: doorbell)
 
 A card worker compiles for itself while it attaches, tells of its card in ready(facts), and does errands between steps:
 
@@ -44,7 +46,8 @@ class WorkerStart:
     host, `tiers` is the text of the ExpertTiers, which says what experts these are, `hand_off_ns` is how long a side
     waits for the other inside a step. `weight_nodes` are the NUMA nodes of
     the ranks; `weight_files` those of a copy of the weights (`host_weights`), none where they are mapped. With
-    `own_weights` a worker copies to its own memory what it multiplies, and with `mlock` it locks that there.
+    `own_weights` a worker copies to its own memory what it multiplies, and with `mlock` it locks that there; with
+    `lends` other ranks see that memory, and whoever is done with its share of a row's experts helps the others.
     """
 
     rank: int
@@ -70,6 +73,7 @@ class WorkerStart:
     weight_files: tuple[str, ...] = ()
     own_weights: bool = False
     mlock: bool = False
+    lends: bool = False
     tiers: str = ""
 
     MODULE: ClassVar[str] = "bloomery.cpu_experts"

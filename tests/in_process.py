@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from bloomery.cpu_experts.compile_cache import compile_kernel
 from bloomery.cpu_experts.lowering import lower
-from bloomery.cpu_experts.stage import STEP_WORDS, BroughtRows, CacheAddress, Stage
+from bloomery.cpu_experts.stage import STEP_NUMBER, STEP_WORDS, BroughtRows, CacheAddress, Stage
 from bloomery.runtime.arena import LEAST_SPARE
 from bloomery.runtime.cache_types import stored_dtype, stored_width
 from bloomery.runtime.executor import StepRows
@@ -64,7 +64,7 @@ class InProcessExecutor:
         cache_type: str = "f32",
         lends: bool = False,
     ) -> None:
-        self.program, self.lends = program, lends
+        self.program, self.lends, self.steps = program, lends, 0
         self.context, self.slots, self.max_rows, self.max_out_rows = context, slots, max_rows, max_out_rows
         self.ranks, self.cache_type = ranks, cache_type
         self.buffers: dict[str, NDArray[Any]] = {}
@@ -128,6 +128,8 @@ class InProcessExecutor:
     def step(self, rows: StepRows) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
         """Logits (O, V) and greedy tokens (O), copied."""
         words = step_words(rows)
+        self.steps += 1
+        words[STEP_NUMBER] = self.steps
         for name, values in rows.inputs.items():
             self.buffers[name][: len(values), : values.shape[1]] = values
         for stage in self.stages:

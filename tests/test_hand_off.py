@@ -86,11 +86,17 @@ def test_any_placement_gives_the_same_answer(name: str) -> None:
         assert steps == 2 + 3, "12 rows run as 8 + 4"
 
 
-def test_neither_the_number_of_processes_nor_where_their_weights_lie_changes_a_bit() -> None:
+def test_neither_the_number_of_processes_nor_where_their_weights_lie_changes_a_bit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor whether ranks help each other, by rows of one step and by steps of one row."""
     name = NAMES[0]
-    tiers, found = tiers_of(program_of(name), 0.3), []
+    tiers = tiers_of(program_of(name), 0.3)
+    found: list[np.ndarray] = []
+    alone: list[np.ndarray] = []
     seen: list[tuple[str, int, int]] = []
-    for processes, own in ((1, False), (3, False), (2, True)):
+    for processes, own, lend in ((1, False, 0), (3, False, 0), (2, True, 0), (2, True, 1)):
+        monkeypatch.setenv("BLOOMERY_LEND", str(lend))
         seen.clear()
         progress = {"progress": lambda *facts: seen.append(facts)}
         with open_pool(name, tiers, processes=processes, own_weights=own, **progress) as pool:
@@ -102,11 +108,13 @@ def test_neither_the_number_of_processes_nor_where_their_weights_lie_changes_a_b
                     evaluate(pool, TOKENS[:9], block=1, slot=1)
                 pool.recover()
                 found.append(evaluate(pool, TOKENS[:9], block=4))
+            alone.append(evaluate(pool, TOKENS[:9], block=1, slot=1))
         assert (facts is not None) == own == any(stage == "weights" for stage, _, _ in seen)
         if facts:
             assert facts["place"] == "private" and 0 <= sum(facts["bytes"].values()) - tiers.host_bytes < 1 << 16
-    for other in found[1:]:
-        assert (found[0] == other).all()
+    for each in (found, alone):
+        for other in each[1:]:
+            assert (each[0] == other).all()
 
 
 def test_a_killed_host_worker_ends_the_step_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

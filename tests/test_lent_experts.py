@@ -11,8 +11,8 @@ from test_kernels_products import Quantised, activations, random_weights, step_o
 
 from bloomery.cpu_experts.compile_cache import compile_kernel
 from bloomery.cpu_experts.kernels import FLOAT_TYPES, WEIGHT_TYPES
-from bloomery.cpu_experts.kernels.claims import MOST_PIECES, claim
-from bloomery.cpu_experts.kernels.layouts import CLAIM_BYTES, EXPERTS_HEAD
+from bloomery.cpu_experts.kernels.claims import claim
+from bloomery.cpu_experts.kernels.layouts import CLAIM_BYTES, EXPERTS_HEAD, MOST_CLAIMS
 from bloomery.cpu_experts.lowering import activation_kind
 from bloomery.cpu_experts.stage import STEP_LAP, STEP_NUMBER, STEP_WORDS
 from bloomery.runtime.quant_types import QuantType
@@ -24,7 +24,7 @@ def test_a_claim_is_good_for_one_lap_of_one_step() -> None:
     word = aligned_bytes(64, 0xFF).view(np.int64)
     for tag in (1, 2, 1 << 40):
         assert [claim(word.ctypes.data, tag, 3) for _ in range(5)] == [0, 1, 2, -1, -1]
-    assert [claim(word.ctypes.data, 7, MOST_PIECES) for _ in range(MOST_PIECES + 2)] == [*range(MOST_PIECES), -1, -1]
+    assert [claim(word.ctypes.data, 7, MOST_CLAIMS) for _ in range(MOST_CLAIMS + 2)] == [*range(MOST_CLAIMS), -1, -1]
 
 
 def test_each_piece_is_claimed_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -34,9 +35,15 @@ from bloomery.runtime.split_program import host_part
 NAME = "qwen3moe-Q4_K_M"
 
 
-def wanted(program: Program, rank: int, ranks: int, kept: Mapping[str, tuple[int, ...]] | None = None) -> OwnWeights:
+def wanted(
+    program: Program,
+    rank: int,
+    ranks: int,
+    kept: Mapping[str, tuple[int, ...]] | None = None,
+    lends: bool = False,
+) -> OwnWeights:
     """What lowering wants for a rank, not loaded."""
-    own = OwnWeights(program, rank, ranks, kept)
+    own = OwnWeights(program, rank, ranks, kept, lends)
     lower(program, SizingContext(program, ArenaShape(64, 1, 8, 8, ranks, "f16"), own))
     return own
 
@@ -110,7 +117,10 @@ def test_reads_join_neighbours_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("name", [NAME, "deepseek2-lite-Q4_K_M"])
-def test_own_memory_gives_the_bits_of_mapped_weights_and_leaves_nothing(name: str) -> None:
+def test_own_memory_gives_the_bits_of_mapped_weights_and_leaves_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where ranks lend each other their rows."""
     path = quantised_file(name)
     tokens = np.random.default_rng(95).integers(0, vocabulary_of(path), 40).astype(np.int32)
     mapped = start(path, 1)
@@ -119,12 +129,14 @@ def test_own_memory_gives_the_bits_of_mapped_weights_and_leaves_nothing(name: st
     finally:
         mapped.close()
     seen: list[tuple[Any, ...]] = []
-    for processes in (1, 3):
+    for processes, lend in ((1, 0), (3, 0), (2, 1), (4, 1)):
+        monkeypatch.setenv("BLOOMERY_LEND", str(lend))
         seen.clear()
         pool = start(path, processes, host_weights="private", progress=lambda *facts: seen.append(facts))
         try:
             assert segments() == []
             np.testing.assert_array_equal(evaluate(pool, tokens, 1, 0, [5, 1, 30]), base)
+            np.testing.assert_array_equal(evaluate(pool, tokens, 0, 0, 1), base)
             done = [facts[1:] for facts in seen if facts[0] == "weights"]
             assert done[-1][0] == done[-1][1] > 0
             assert sum(pool.statistics()["weights"]["bytes"].values()) >= processes * (done[-1][1] - (1 << 16))
@@ -133,7 +145,11 @@ def test_own_memory_gives_the_bits_of_mapped_weights_and_leaves_nothing(name: st
     assert not left_behind() and not worker_children()
 
 
-def test_a_dead_workers_successor_has_its_rows_and_the_others_keep_theirs(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("lend", (0, 1))
+def test_a_dead_workers_successor_has_its_rows_and_the_others_keep_theirs(
+    lend: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLOOMERY_LEND", str(lend))
     caplog.set_level(logging.INFO)
     path = quantised_file(NAME)
     tokens = np.random.default_rng(96).integers(0, vocabulary_of(path), 20).astype(np.int32)
@@ -149,11 +165,38 @@ def test_a_dead_workers_successor_has_its_rows_and_the_others_keep_theirs(caplog
         after = pool.statistics()["pids"]
         assert after[0] == before[0] and after[1] != before[1]
         np.testing.assert_array_equal(evaluate(pool, tokens, 0, 0, 7), base)
+        np.testing.assert_array_equal(evaluate(pool, tokens, 0, 0, 1), base)
     finally:
         pool.close()
     said = [record.getMessage() for record in caplog.records]
     assert sum("weights lie in the memory of 2 workers" in line for line in said) == 1
     assert sum("reads its part of the weights again" in line for line in said) == 1
+
+
+def test_ranks_that_lend_find_each_others_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that cannot be mapped they know that; where shared memory gets no huge pages nobody lends."""
+    program = program_of(quantised_file(NAME))
+    every = [wanted(program, rank, 3, lends=True) for rank in range(3)]
+    for own in every:
+        own.load(lambda done, total: None)
+    if not every[0].path:
+        pytest.skip("shared memory gets no huge pages here")
+    every[1].borrow([every[0].path, every[1].path, "/proc/self/fd/none"])
+    for name, *sharing in every[1]._parts:
+        lent = every[1].lent(name, *sharing)
+        assert lent[1] == every[1].factor(name, *sharing) and lent[2] == (0, 0)
+        part = every[0]._parts[name, *sharing]
+        data = part.tensor.rows.reshape(part.matrices, -1, part.row_bytes)[:, part.first : part.last]
+        for matrix in range(part.matrices):
+            address = lent[0][0] + matrix * lent[0][1] + part.first * part.row_bytes
+            found = np.frombuffer((ctypes.c_uint8 * lent[0][1]).from_address(address), np.uint8)
+            np.testing.assert_array_equal(found, data[matrix].reshape(-1))
+    monkeypatch.setattr("bloomery.cpu_experts.lent_memory._COLLAPSE", 9999)
+    alone = wanted(program, 0, 3, lends=True)
+    alone.load(lambda done, total: None)
+    assert alone.path == "" and alone.huge_share() >= 0
+    name, *sharing = next(iter(alone._parts))
+    assert [bool(address) for address, _ in alone.lent(name, *sharing)] == [True, False, False]
 
 
 @pytest.mark.skipif(
@@ -175,7 +218,7 @@ def test_failures_are_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     path = tmp_path / "model.gguf"
     path.write_bytes(quantised_file(NAME).read_bytes())
     own = wanted(program_of(path), 0, 2)
-    own.nbytes = 1 << 60
+    own._rows[0].nbytes = 1 << 60
     with pytest.raises(PlanError, match="memory ran out"):
         own.load(lambda done, total: None)
     own = wanted(program_of(path), 0, 2)

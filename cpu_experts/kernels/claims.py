@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Final
 
+from bloomery.cpu_experts.kernels.layouts import MOST_CLAIMS
 from bloomery.cpu_experts.simd import argument, compiled
 from bloomery.cpu_experts.stage import STEP_LAP, STEP_NUMBER
 from bloomery.runtime.step_record import LAP_BITS
 from bloomery.runtime.sync import compare_exchange, load_acquire
 
-MOST_PIECES: Final = 255
 _COUNT_BITS: Final = 8
 
 
@@ -27,11 +27,11 @@ def lap_tag(step: int) -> int:
 
 @compiled
 def claim(word: int, tag: int, pieces: int) -> int:
-    """The next of so many (at most MOST_PIECES) pieces of the share whose word is at this address, for the caller to
+    """The next of so many (at most MOST_CLAIMS) pieces of the share whose word is at this address, for the caller to
     compute; -1 if all are claimed."""
     while True:
         seen = load_acquire(word)
-        taken = seen & MOST_PIECES if seen >> _COUNT_BITS == tag else 0
+        taken = seen & MOST_CLAIMS if seen >> _COUNT_BITS == tag else 0
         if taken >= pieces:
             return -1
         if compare_exchange(word, seen, (tag << _COUNT_BITS) | (taken + 1)) != 0:

@@ -25,6 +25,7 @@ from bloomery.cpu_experts.simd import argument, compiled, inlined, load_i32, sto
 # other ranks' rows begins (`lent_experts`; 0: there is none).
 # Job: weight, bytes of an expert, bytes of a row, blocks of a row, output rows, out, out stride.
 
+
 @inlined
 def _number(table: int, chosen: int) -> int:
     number: int = chosen if table == 0 else argument(table, chosen)

@@ -29,6 +29,7 @@ OWN_ROWS: Final = 8  # rows of a hand-off up to which a rank may quantise the in
 OWN_ELEMENTS: Final = 400  # for each rank: elements of a row that a rank quantises while so many meet at a barrier
 EXPERTS_HEAD: Final = 17  # words before the number of jobs in the arguments of experts_<type>
 EXPERTS_JOB: Final = 7  # words of a job
+MOST_CLAIMS: Final = 255  # pieces of a rank's share
 CLAIM_BYTES: Final = 64  # from one rank's claim word to the next one's
 SHARED_INDEX_ROWS: Final = 8  # rows of a step up to which the ranks share the index scores of each row
 

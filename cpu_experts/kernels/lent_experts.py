@@ -2,8 +2,8 @@
 
 Owns the pieces into which a rank's share is cut, and where the rows of other ranks lie. Ranks read memory at rates that
 differ by a tenth, and by half where two virtual cores happen to share one, so whoever shares evenly waits for the
-slowest. A share is its rows of one expert after the other; the last experts are cut in halves, since what is left at the
-end of a stage is a piece. Which rank computes a row changes no bit of it.
+slowest. A share is its rows of one expert after the other; the last experts are cut in halves, since what is left at
+the end of a stage is a piece. Which rank computes a row changes no bit of it.
 """
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ def _helping(
 
 
 def lent_experts(name: str) -> Lent:
-    """Numba function (args, x, pairs, numbers, count, rank, ranks, step): the `count` items of a single row, if the stage
-    has a table of others' rows and there are kernels for its jobs; whether it has done so."""
+    """Numba function (args, x, pairs, numbers, count, rank, ranks, step): the `count` items of a single row, if the
+    stage has a table of others' rows and there are kernels for its jobs; whether it has done so."""
     two = _helping(_two_jobs(name), 2, 1, _CUT_EXPERTS) if name not in ELEMENT_BYTES else _none()
     one = _helping(_one_job(name), 1, 2, _CUT_PAIRS) if with_pairs(name) else _none()
 
