@@ -107,7 +107,44 @@ def _two_jobs(name: str) -> Callable[[int, int, int, int, int, int, int, int], N
     return compute_
 
 
-def _one_job(name: str) -> Callable[[int, int, int, int, int, int, int, int], None]:
+def _single_experts(name: str) -> Callable[[int, int, int, int, int, int, int, int], None]:
+    """One job of types that have no pairs."""
+    one = multiply_halves(name)
+
+    @inlined
+    def compute(args: int, x: int, pairs: int, count: int, numbers: int, piece: int, of: int, ranks: int) -> None:
+        at = EXPERTS_HEAD + 1
+        outputs, row_bytes, blocks = argument(args, at + 4), argument(args, at + 2), argument(args, at + 3)
+        first, last = share_start(outputs, of, ranks), share_end(outputs, of, ranks)
+        begin, middle = first, first + ((last - first + 1) >> 1)
+        place, half = _unit(piece, count, _CUT_EXPERTS), _half(piece, count, _CUT_EXPERTS)
+        if half == 1:
+            last = middle
+        elif half == 2:
+            begin = middle
+        if begin >= last:
+            return
+        table = _place(args, ranks, 0, of)
+        weights, matrix = argument(args, table), argument(args, table + 1)
+        run, following = weights + _expert(args, pairs, place, numbers) * matrix, 0
+        if half == 1:
+            following = run + last * row_bytes
+        elif place + 1 < count:
+            following = weights + _expert(args, pairs, place + 1, numbers) * matrix + first * row_bytes
+        item = pairs + 8 * place
+        source = x + load_i32(item) * argument(args, 2)
+        to = argument(args, at + 5) + load_i32(item + 4) * argument(args, at + 6) + 4 * begin
+        one(
+            run + begin * row_bytes, last - begin, to, row_bytes, blocks, source, argument(args, 3), argument(args, 4),
+            following,
+        )  # fmt: skip
+
+    compute_: Callable[[int, int, int, int, int, int, int, int], None] = compute
+    return compute_
+
+
+def _expert_pairs(name: str) -> Callable[[int, int, int, int, int, int, int, int], None]:
+    """One job by two experts at a time."""
     two, one = multiply_pairs(name), multiply_halves(name)
 
     @inlined
@@ -182,8 +219,12 @@ def _helping(
 def lent_experts(name: str) -> Lent:
     """Numba function (args, x, pairs, numbers, count, rank, ranks, step): the `count` items of a single row, if the
     stage has a table of others' rows and there are kernels for its jobs; whether it has done so."""
-    two = _helping(_two_jobs(name), 2, 1, _CUT_EXPERTS) if name not in ELEMENT_BYTES else _none()
-    one = _helping(_one_job(name), 1, 2, _CUT_PAIRS) if with_pairs(name) else _none()
+    two = one = _none()
+    if name not in ELEMENT_BYTES:
+        two = _helping(_two_jobs(name), 2, 1, _CUT_EXPERTS)
+        one = _helping(_single_experts(name), 1, 1, _CUT_EXPERTS)
+    if with_pairs(name):
+        one = _helping(_expert_pairs(name), 1, 2, _CUT_PAIRS)
 
     @inlined
     def lent(args: int, x: int, pairs: int, numbers: int, count: int, rank: int, ranks: int, step: int) -> bool:
