@@ -2,12 +2,13 @@
 
 Owns how it is taken and mapped. Where shared memory gets no huge pages by itself (`shmem_enabled` never), the kernel
 collapses what is there already (MADV_COLLAPSE, Linux 6.1): one page of each two MiB is touched, then the whole is asked
-for. Where even that fails there is no such memory, and a rank keeps its rows for itself.
+for. Where the kernel knows no such thing there is no such memory, and a rank keeps its rows for itself.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 from typing import Final
@@ -25,8 +26,10 @@ class LentMemory:
     """Of `nbytes`, at `address` in this process. It stays mapped as long as the process lives."""
 
     def __init__(self, descriptor: int, nbytes: int, writable: bool) -> None:
-        """Maps the file of a descriptor, which becomes this object's. OSError."""
+        """Maps the file of a descriptor. OSError, also for one that is too short."""
         self._descriptor, self.nbytes = descriptor, nbytes
+        if os.fstat(descriptor).st_size < nbytes:
+            raise OSError(errno.EINVAL, "it is too short")
         room = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
         reserved = libc.mmap(None, room + HUGE_PAGE, _NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
         if reserved in (None, _FAILED):
@@ -38,37 +41,39 @@ class LentMemory:
 
     @classmethod
     def take(cls, nbytes: int) -> LentMemory | None:
-        """New memory, of which all pages are there; None where it gets no huge pages. OSError where it runs out."""
-        descriptor = os.memfd_create("bloomery-rows", os.MFD_CLOEXEC)
+        """New memory, of which all pages are there; None where there is none of this kind. OSError where it runs out
+        meanwhile."""
+        descriptor = -1
         try:
+            descriptor = os.memfd_create("bloomery-rows", os.MFD_CLOEXEC)
             os.ftruncate(descriptor, -(-nbytes // HUGE_PAGE) * HUGE_PAGE)
             memory = cls(descriptor, nbytes, True)
         except OSError:
-            os.close(descriptor)
-            raise
+            if descriptor >= 0:
+                os.close(descriptor)
+            return None
         for at in range(0, nbytes, HUGE_PAGE):
             memory._populate(at, mmap.PAGESIZE)
-            huge = libc.madvise(memory.address + at, HUGE_PAGE, _COLLAPSE) == 0
-            if not huge and at == 0:
+            if libc.madvise(memory.address + at, HUGE_PAGE, _COLLAPSE) == 0:
+                continue
+            if ctypes.get_errno() == errno.EINVAL and at == 0:
                 memory._release()
                 return None
-            if not huge:  # this kernel can, but finds no room: small pages then
-                memory._populate(at, HUGE_PAGE)
+            memory._populate(at, HUGE_PAGE)  # this kernel can, but finds no room: small pages then
         return memory
 
     @classmethod
     def borrow(cls, path: str, nbytes: int) -> LentMemory:
-        """What another process has taken, to read; `path` is its `path`. OSError."""
+        """What another process has taken, to read; `path` is where a descriptor of it is found. OSError."""
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             return cls(descriptor, nbytes, False)
-        except OSError:
+        finally:
             os.close(descriptor)
-            raise
 
     @property
     def path(self) -> str:
-        """Where other processes of this user find it, as long as this process lives."""
+        """Of what this process has taken: where others of its user find it, as long as it lives."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def _populate(self, at: int, nbytes: int) -> None:

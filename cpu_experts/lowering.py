@@ -392,7 +392,7 @@ class _Lowering(Deepseek4Lowering):
         result = aligned(op.out.elements * F32_BYTES)
         parts = self.context.scratch("experts", items * result)
         self._experts(op, hidden, experts, [(op.down, parts, result, op.out.elements)], x, 1)
-        if not self.context.lent(op.down, 0, op.out.elements, experts):
+        if not self._lent(op.down, op.out.elements, experts, used):
             self.out[-1] = replace(self.out[-1], barrier=False)  # a rank sums what it has multiplied
         mix = self.context.view(op.mix)
         ids = self.context.view(op.ids)
@@ -428,9 +428,9 @@ class _Lowering(Deepseek4Lowering):
         if kept is not None:
             table = EXPERTS_HEAD + 1 + len(words)
             words += _numbers(kept, experts)
-        lent = [place for name, _, _, outputs in jobs for place in self.context.lent(name, 0, outputs, experts)]
+        lent = [place for name, _, _, outputs in jobs for place in self._lent(name, outputs, experts, used)]
         others = 0
-        if lent and 2 * used <= MOST_CLAIMS:
+        if lent:
             others = EXPERTS_HEAD + 1 + len(words)
             claims = self.context.scratch(f"claims:{len(self.out)}", CLAIM_BYTES * self.context.ranks)
             words += [claims, *(word for place in lent for word in place)]
@@ -441,6 +441,11 @@ class _Lowering(Deepseek4Lowering):
             lists, area, *self.context.view(op.ids), used, here, x_of_each_item, x.own, table, others,
             len(jobs), *words,
         )  # fmt: skip
+
+    def _lent(self, name: str, outputs: int, experts: int, used: int) -> tuple[tuple[int, int], ...]:
+        """Where each rank's rows of an expert's matrix lie, if ranks help each other with it (`lent_experts`)."""
+        helped = _kind(self.context.weight(name)[1]) not in FLOAT_TYPES and 2 * used <= MOST_CLAIMS
+        return self.context.lent(name, 0, outputs, experts) if helped else ()
 
     def _token_chain(self, op: TokenChain) -> None:
         """One round for each row of the longest block: the rows of all blocks choose, and those whose predecessor was

@@ -3,11 +3,11 @@
 Owns which rows those are, where they lie and how they come from the file. Private memory gets huge pages where shared
 memory gets none by itself, and lies near the core that fills it. Its price: nobody else has these rows, so a worker
 that takes the place of a dead one reads them again. Ranks that lend have them in `lent_memory`, where others see them
-(`lent`, once told where: `borrow`). What is not multiplied (embeddings, norms, biases) stays in the mapped file.
+(`lent`, once told where: `borrow`), and a successor takes them over. What is not multiplied (embeddings, norms, biases)
+stays in the mapped file.
 
 The rows of a rank lie side by side, matrix after matrix (of experts only those that the host computes), in the order of
-the file; the address that kernels get is
-that which row 0 would have.
+the file; the address that kernels get is that which row 0 would have.
 """
 
 from __future__ import annotations
@@ -106,13 +106,14 @@ class OwnWeights:
         ranks: int,
         kept: Mapping[str, tuple[int, ...]] | None = None,
         lends: bool = False,
+        left: str = "",
     ) -> None:
         """`kept`: of which tensors only some matrices are wanted, in ascending order. `lends`: other ranks, of which
-        that is true as well, may read these rows."""
+        that is true as well, may read these rows. `left`: where a predecessor's are found."""
         self._kept = kept or {}
         self._program, self._rank, self._ranks = program, rank, ranks
         self._rows = {each: RankRows() for each in (range(ranks) if lends else [rank])}
-        self._lends = lends
+        self._lends, self._left = lends, left
         self._address = 0
         self._memory: mmap.mmap | None = None
         self._lent: LentMemory | None = None
@@ -133,11 +134,18 @@ class OwnWeights:
 
     @property
     def path(self) -> str:
-        """Where other ranks find these rows once they are loaded; "" if they cannot see them."""
-        return self._lent.path if self._lent else ""
+        """Where other ranks find these rows once they are loaded; "" if they cannot see them, or know them."""
+        return self._lent.path if self._lent and not self._left else ""
+
+    @property
+    def seen(self) -> int:
+        """How many other ranks' rows can be read here."""
+        return len(self._borrowed)
 
     def borrow(self, paths: Sequence[str]) -> None:
-        """Makes the rows of all other ranks readable; `paths` are theirs. Those that cannot be mapped are not."""
+        """Makes the rows of all other ranks readable; `paths` say where they are, "" for none. Those that cannot be
+        mapped are not. If there are none at all nobody lends, of which all ranks are told alike."""
+        self._lends = self._lends and any(paths)
         for rank, path in enumerate(paths):
             if path and self._lends and rank != self._rank and self._rows[rank].nbytes:
                 with suppress(OSError):
@@ -175,8 +183,13 @@ class OwnWeights:
         return self._kept.get(name)
 
     def load(self, progress: Callable[[int, int], None]) -> None:
-        """Takes the memory and reads the rows; `progress(done, total)` in bytes. ModelFileError for a file that cannot
-        be read or has become shorter, PlanError where memory runs out."""
+        """Takes the memory and reads the rows, or takes over what a predecessor left; `progress(done, total)` in bytes.
+        ModelFileError for a file that cannot be read or has become shorter, PlanError where memory runs out."""
+        if self._left and self.nbytes:
+            with suppress(OSError):
+                self._lent = LentMemory.borrow(self._left, self.nbytes)
+                self._address = self._lent.address
+                return progress(self.nbytes, self.nbytes)
         self._take()
         own = threading.local()
 

@@ -5,7 +5,8 @@ Owns the shape of a lowered program and the calling convention of a kernel. It k
 Calling convention. Every kernel is compiled to one C function `void(int64 args, int64 rank, int64 ranks, int64 step)`:
 
 * `args`   address of the stage's arguments, int64 each (`Stage.arguments`; floats travel as float64 bit patterns);
-* `rank`, `ranks`   which share of the work is computed: all ranks of a stage together compute all of it, once;
+* `rank`, `ranks`   which share of the work is computed: all ranks of a stage together compute all of it, once (who is
+  done may compute of another's share, where ranks claim pieces of it: `kernels/claims.py`);
 * `step`   address of the step record's pointers, int64 each (the STEP_ constants).
 
 A kernel makes no system call, takes no lock and allocates nothing. One that leaves out stages behind it does so in

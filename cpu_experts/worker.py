@@ -47,7 +47,7 @@ class Worker:
         module, _, function = start.workload.partition(":")
         self._workload: Workload = getattr(importlib.import_module(module), function)(start)
         program, shape = self._workload.program, start.shape
-        sharing = (start.rank, shape.processes, self._workload.kept, start.lends)
+        sharing = (start.rank, shape.processes, self._workload.kept, start.lends, start.rows)
         self._own = OwnWeights(program, *sharing) if start.own_weights else None
         sizing = SizingContext(program, shape, self._own)
         self._stages = self._workload.stages(sizing)
@@ -153,7 +153,8 @@ class Worker:
         if self._start.mlock:
             others = [t for t in copied_tensors(self._workload.program) if t.name not in self._own.names]
             unlocked = self._own.lock() or lock_mapped(others)
-        return {"weights": self._own.nbytes, "huge": self._own.huge_share(), "unlocked": unlocked}
+        facts = {"weights": self._own.nbytes, "huge": self._own.huge_share(), "unlocked": unlocked}
+        return facts | {"sees": self._own.seen}
 
     def _stage_table(self) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
         """The interpreter's table of stages, and their arguments, which must stay alive."""

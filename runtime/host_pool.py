@@ -317,7 +317,8 @@ class HostPool:
     def _replace_dead(self) -> int:
         if self._weight_facts and self._weights is None:
             for rank in self._group.dead():
-                log.info("%s died; its successor reads its part of the weights again", self._group.describe(rank))
+                what = "takes over" if self._group.leaves_rows(rank) else "reads again"
+                log.info("%s died; its successor %s its part of the weights", self._group.describe(rank), what)
         replaced = self._group.replace_dead(self._arena, self._lowered)
         if self._engram:
             self._engram.replace_dead(self._arena, self._lowered)

@@ -36,7 +36,8 @@ PAGE: Final = 4096
 HUGE_PAGE: Final = 2 << 20
 LEAST_COPY: Final = 1 << 30
 LEAST_LENDERS: Final = 4
-"""Ranks from which on they lend each other their rows: with few, balance gains little, and memory comes later."""
+"""Ranks from which on they lend each other their rows: with few, balance gains little, and taking the memory takes
+longer."""
 MOST_RUNS: Final = 16384
 """Mappings that a process spends on weights; the kernel allows 65530 altogether."""
 
@@ -287,8 +288,8 @@ def huge_pages_for(nbytes: int, root: Path = Path("/")) -> bool:
 def lends(program: Program, ranks: int) -> bool:
     """Whether ranks with rows of their own lend them to each other, for routed experts; BLOOMERY_LEND=0 and 1 say so
     whatever their number is."""
-    routed = any(isinstance(op, RoutedExperts) for op in program.ops)
-    return routed and bool(int(os.environ.get("BLOOMERY_LEND") or ranks >= LEAST_LENDERS))
+    routed, told = any(isinstance(op, RoutedExperts) for op in program.ops), os.environ.get("BLOOMERY_LEND", "")
+    return routed and (told == "1" if told in ("0", "1") else ranks >= LEAST_LENDERS)
 
 
 def private_pays(nbytes: int, root: Path = Path("/")) -> bool:

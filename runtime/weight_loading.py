@@ -68,18 +68,19 @@ def own_facts(readies: Mapping[int, Mapping[str, Any]], nodes: Sequence[int]) ->
     for rank, ready in own.items():
         nbytes[str(nodes[rank])] += ready["weights"]
     total = sum(nbytes.values())
+    sees = min(ready["sees"] for ready in own.values())
     huge = sum(ready["huge"] * ready["weights"] for ready in own.values()) / max(1, total)
     log.info(
-        "weights lie in the memory of %d workers, %d MiB, %.0f %% of them in huge pages; a worker that has to be"
-        " replaced reads its part of the file again",
+        "weights lie in the memory of %d workers, %d MiB, %.0f %% of them in huge pages; %s",
         len(own),
         total >> 20,
         100 * huge,
+        "workers help each other with theirs" if sees else "a worker's successor reads its part of the file again",
     )
     _say_if_small(huge, total, "free memory in one piece, or as root: echo 1 > /proc/sys/vm/compact_memory")
     if reason := next((ready["unlocked"] for ready in own.values() if ready["unlocked"]), ""):
         _say_unlocked(reason)
-    return {"place": "private", "bytes": nbytes, "huge": huge}
+    return {"place": "private", "bytes": nbytes, "huge": huge, "sees": sees}
 
 
 def _say_if_small(huge: float, nbytes: int, remedy: str) -> None:

@@ -6,6 +6,7 @@ Owns the processes and the ROUTER socket through which they are reached outside 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -45,7 +46,8 @@ class WorkerGroup:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._children: list[Child] = []
         self._sizes = FileSizes(starts[0].model)
-        self._rows = [""] * len(starts)  # of each worker where others find its rows, if they may
+        self._rows = [""] * len(starts)  # of each worker where its rows are found, if others may read them
+        self._held: list[int] = []  # their descriptors: they outlive who filled them
         try:
             self._bind()
             self._starts = [replace(start, endpoint=f"ipc://{self._path}") for start in starts]
@@ -95,8 +97,15 @@ class WorkerGroup:
         reports: ModelFileError, PlanError, or WorkerLost."""
         found = self._collect("hello", ranks, "spawn", progress)
         for rank, hello in found.items():
-            self._rows[rank] = hello.get("rows", "")
+            if hello.get("rows") and not self._starts[rank].generation:
+                with contextlib.suppress(OSError):  # then nobody helps it
+                    self._held.append(os.open(hello["rows"], os.O_RDWR | os.O_CLOEXEC))
+                    self._rows[rank] = f"/proc/{os.getpid()}/fd/{self._held[-1]}"
         return found
+
+    def leaves_rows(self, rank: int) -> bool:
+        """Whether a worker's successor takes its rows over."""
+        return bool(self._rows[rank])
 
     def compile(self, ranks: Iterable[int], kernels: Sequence[str], progress: Progress) -> None:
         """Has each kernel compiled, or found in the cache, by whichever of these is free; each by one only."""
@@ -143,7 +152,8 @@ class WorkerGroup:
         """Starts a new process in the place of each dead one; it will say hello."""
         dead = self.dead()
         for rank in dead:
-            self._starts[rank] = replace(self._starts[rank], generation=self._starts[rank].generation + 1)
+            last = self._starts[rank]
+            self._starts[rank] = replace(last, generation=last.generation + 1, rows=self._rows[rank])
             successor = self._spawn(self._starts[rank])
             self._children[rank].release()
             self._children[rank] = successor
@@ -158,6 +168,9 @@ class WorkerGroup:
                 child.kill()
             child.release()
         self._children = []
+        for descriptor in self._held:
+            os.close(descriptor)
+        self._held = []
         self._context.destroy(linger=0)
         self._path.unlink(missing_ok=True)
 

@@ -2,12 +2,12 @@
 
 Owns the messages' shape (msgpack maps with a `kind`). Steps themselves go through the arena only.
 
-    worker -> pool   hello(scratch, stages, labels, kernels, rows): where other ranks find the weights in its memory, if
-                     they may read them . compiled(kernel) . progress(stage, done, total)
-                     ready(weights, huge, unlocked): of weights in its own memory the bytes, the part of these in huge
-                     pages, and why they are not locked where they should be
+    worker -> pool   hello(scratch, stages, labels, kernels, rows): where the weights in its memory are found, if others
+                     may read them . compiled(kernel) . progress(stage, done, total)
+                     ready(weights, huge, unlocked, sees): of weights in its own memory the bytes, the part of these in
+                     huge pages, why they are not locked where they should be, and how many others' it can read
                      error(type, message, hint)
-    pool -> worker   compile(kernel) . attach(prefix, scratch, stages, rows), rows being those of all workers
+    pool -> worker   compile(kernel) . attach(prefix, scratch, stages, rows): where those of all workers are found
                      (empty frame: doorbell)
 
 A card worker compiles for itself while it attaches, tells of its card in ready(facts), and does errands between steps:
@@ -47,7 +47,8 @@ class WorkerStart:
     waits for the other inside a step. `weight_nodes` are the NUMA nodes of
     the ranks; `weight_files` those of a copy of the weights (`host_weights`), none where they are mapped. With
     `own_weights` a worker copies to its own memory what it multiplies, and with `mlock` it locks that there; with
-    `lends` other ranks see that memory, and whoever is done with its share of a row's experts helps the others.
+    `lends` other ranks see that memory, and whoever is done with its share of a row's experts helps the others; `rows`
+    is where a successor finds what its predecessor left there.
     """
 
     rank: int
@@ -74,6 +75,7 @@ class WorkerStart:
     own_weights: bool = False
     mlock: bool = False
     lends: bool = False
+    rows: str = ""
     tiers: str = ""
 
     MODULE: ClassVar[str] = "bloomery.cpu_experts"

@@ -20,6 +20,7 @@ from test_pool_models import evaluate, vocabulary_of
 
 from bloomery.cpu_experts import own_weights
 from bloomery.cpu_experts.arena_context import SizingContext
+from bloomery.cpu_experts.lent_memory import LentMemory
 from bloomery.cpu_experts.lowering import lower
 from bloomery.cpu_experts.own_weights import GAP, OwnWeights, Piece, batches_of
 from bloomery.runtime.arena import ArenaShape
@@ -27,7 +28,7 @@ from bloomery.runtime.daemon_config import DaemonConfig
 from bloomery.runtime.errors import ModelFileError, PlanError, WorkerLost
 from bloomery.runtime.executor import StepRows
 from bloomery.runtime.expert_tiers import ExpertTiers, kept_experts
-from bloomery.runtime.host_weights import copied_bytes, private_pays
+from bloomery.runtime.host_weights import HUGE_PAGE, copied_bytes, private_pays
 from bloomery.runtime.placement import MemoryRoom, make_plan
 from bloomery.runtime.program import Program
 from bloomery.runtime.split_program import host_part
@@ -139,7 +140,9 @@ def test_own_memory_gives_the_bits_of_mapped_weights_and_leaves_nothing(
             np.testing.assert_array_equal(evaluate(pool, tokens, 0, 0, 1), base)
             done = [facts[1:] for facts in seen if facts[0] == "weights"]
             assert done[-1][0] == done[-1][1] > 0
-            assert sum(pool.statistics()["weights"]["bytes"].values()) >= processes * (done[-1][1] - (1 << 16))
+            facts = pool.statistics()["weights"]
+            assert sum(facts["bytes"].values()) >= processes * (done[-1][1] - (1 << 16))
+            assert facts["sees"] == lend * (processes - 1) or not lends_here()
         finally:
             pool.close()
     assert not left_behind() and not worker_children()
@@ -156,21 +159,30 @@ def test_a_dead_workers_successor_has_its_rows_and_the_others_keep_theirs(
     pool = start(path, 2, host_weights="private")
     try:
         base = evaluate(pool, tokens, 0, 0, 7)
-        before = pool.statistics()["pids"]
-        os.kill(before[1], signal.SIGKILL)
-        with pytest.raises(WorkerLost):
-            while True:  # the death is noticed in this step or the next
-                pool.step(StepRows(*(np.zeros(1, np.int32) for _ in range(4))))
-        pool.recover()
-        after = pool.statistics()["pids"]
-        assert after[0] == before[0] and after[1] != before[1]
-        np.testing.assert_array_equal(evaluate(pool, tokens, 0, 0, 7), base)
-        np.testing.assert_array_equal(evaluate(pool, tokens, 0, 0, 1), base)
+        lending = pool.statistics()["weights"]["sees"]
+        for dead in (1, 0, 1)[: 1 + 2 * lend]:
+            before = pool.statistics()["pids"]
+            os.kill(before[dead], signal.SIGKILL)
+            with pytest.raises(WorkerLost):
+                while True:  # the death is noticed in this step or the next
+                    pool.step(StepRows(*(np.zeros(1, np.int32) for _ in range(4))))
+            pool.recover()
+            after = pool.statistics()["pids"]
+            assert after[1 - dead] == before[1 - dead] and after[dead] != before[dead]
+            np.testing.assert_array_equal(evaluate(pool, tokens, 0, 0, 7), base)
+            np.testing.assert_array_equal(evaluate(pool, tokens, 0, 0, 1), base)
     finally:
         pool.close()
     said = [record.getMessage() for record in caplog.records]
     assert sum("weights lie in the memory of 2 workers" in line for line in said) == 1
-    assert sum("reads its part of the weights again" in line for line in said) == 1
+    deaths = 1 + 2 * lend
+    assert sum("reads again its part of the weights" in line for line in said) == deaths * (1 - lending)
+    assert sum("takes over its part of the weights" in line for line in said) == deaths * lending
+    assert lending == lend or not lends_here()
+
+
+def lends_here() -> bool:
+    return LentMemory.take(HUGE_PAGE) is not None
 
 
 def test_ranks_that_lend_find_each_others_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +191,7 @@ def test_ranks_that_lend_find_each_others_rows(monkeypatch: pytest.MonkeyPatch) 
     every = [wanted(program, rank, 3, lends=True) for rank in range(3)]
     for own in every:
         own.load(lambda done, total: None)
-    if not every[0].path:
+    if not lends_here():
         pytest.skip("shared memory gets no huge pages here")
     every[1].borrow([every[0].path, every[1].path, "/proc/self/fd/none"])
     for name, *sharing in every[1]._parts:

@@ -191,7 +191,8 @@ def experts_sum() -> Callable[[int, int, int, int], None]:
     of the step's row count), ids, ids row stride.
 
     out[row] = sum over places a in order, from 0 up to the first negative id, of mix[row][a] * items[row * used + a].
-    A rank sums the elements that are its outputs of the down matrices (`expert_matmul`), and need not wait for others.
+    A rank sums the elements that are its outputs of the down matrices (`expert_matmul`), and need not wait for others
+    unless they may have helped it (`lent_experts`).
     """
 
     def kernel(args: int, rank: int, ranks: int, step: int) -> None:

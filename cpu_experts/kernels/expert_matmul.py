@@ -200,7 +200,8 @@ def experts(name: str) -> Callable[[int, int, int, int], None]:
 
     Items are grouped by expert, so that the weights of an expert are read once a step. Each expert's output rows are
     shared among the ranks. Every beginning of a run of rows costs time, so of experts with one item two jobs, or two
-    experts of one job, are done together: their runs are twice as long as halves of one.
+    experts of one job, are done together: their runs are twice as long as halves of one. Ranks that lend rows share the
+    experts of a single row piece by piece instead (`lent_experts`).
     """
     multiply = multiply_of(name)
     two_jobs = _never() if name in ELEMENT_BYTES else _two_jobs(name)

@@ -30,7 +30,7 @@ OWN_ELEMENTS: Final = 400  # for each rank: elements of a row that a rank quanti
 EXPERTS_HEAD: Final = 17  # words before the number of jobs in the arguments of experts_<type>
 EXPERTS_JOB: Final = 7  # words of a job
 MOST_CLAIMS: Final = 255  # pieces of a rank's share
-CLAIM_BYTES: Final = 64  # from one rank's claim word to the next one's
+CLAIM_BYTES: Final = 128  # from one rank's claim word to the next one's
 SHARED_INDEX_ROWS: Final = 8  # rows of a step up to which the ranks share the index scores of each row
 
 ACTIVATION_ELEMENTS: Final = {"Q8_K": 256, "Q8_0": 32, "F16": 1, "BF16": 1}  # elements of a block

@@ -21,7 +21,9 @@ from bloomery.cpu_experts.simd import argument, inlined, load_i32
 
 _CUT_EXPERTS: Final = 4  # the last ones, of two jobs
 _CUT_PAIRS: Final = 2  # the last ones, of one job
+_LEAST_CUT: Final = 8  # rows of a share that are cut: every beginning of a run costs time
 _TABLE: Final = EXPERTS_HEAD - 1  # the word that says where the table begins
+Compute = Callable[[int, int, int, int, int, int, int, int, int], None]
 Lent = Callable[[int, int, int, int, int, int, int, int], bool]
 
 # The table: address of the claim words, then for every job and rank the address of row 0 of matrix 0, as if that rank's
@@ -64,17 +66,19 @@ def _expert(args: int, pairs: int, place: int, numbers: int) -> int:
     return number
 
 
-def _two_jobs(name: str) -> Callable[[int, int, int, int, int, int, int, int], None]:
+def _two_jobs(name: str) -> Compute:
     runs = multiply_runs(name)
 
     @inlined
-    def compute(args: int, x: int, pairs: int, count: int, numbers: int, piece: int, of: int, ranks: int) -> None:
+    def compute(
+        args: int, x: int, pairs: int, count: int, numbers: int, piece: int, cut: int, of: int, ranks: int
+    ) -> None:
         at = EXPERTS_HEAD + 1
         up = at + EXPERTS_JOB
         outputs, row_bytes, blocks = argument(args, at + 4), argument(args, at + 2), argument(args, at + 3)
         first, last = share_start(outputs, of, ranks), share_end(outputs, of, ranks)
         begin, middle = first, first + ((last - first + 1) >> 1)
-        place, half = _unit(piece, count, _CUT_EXPERTS), _half(piece, count, _CUT_EXPERTS)
+        place, half = _unit(piece, count, cut), _half(piece, count, cut)
         if half == 1:
             last = middle
         elif half == 2:
@@ -103,21 +107,23 @@ def _two_jobs(name: str) -> Callable[[int, int, int, int, int, int, int, int], N
             row_bytes, blocks, source, argument(args, 3), argument(args, 4), following, then,
         )  # fmt: skip
 
-    compute_: Callable[[int, int, int, int, int, int, int, int], None] = compute
+    compute_: Compute = compute
     return compute_
 
 
-def _single_experts(name: str) -> Callable[[int, int, int, int, int, int, int, int], None]:
+def _single_experts(name: str) -> Compute:
     """One job of types that have no pairs."""
     one = multiply_halves(name)
 
     @inlined
-    def compute(args: int, x: int, pairs: int, count: int, numbers: int, piece: int, of: int, ranks: int) -> None:
+    def compute(
+        args: int, x: int, pairs: int, count: int, numbers: int, piece: int, cut: int, of: int, ranks: int
+    ) -> None:
         at = EXPERTS_HEAD + 1
         outputs, row_bytes, blocks = argument(args, at + 4), argument(args, at + 2), argument(args, at + 3)
         first, last = share_start(outputs, of, ranks), share_end(outputs, of, ranks)
         begin, middle = first, first + ((last - first + 1) >> 1)
-        place, half = _unit(piece, count, _CUT_EXPERTS), _half(piece, count, _CUT_EXPERTS)
+        place, half = _unit(piece, count, cut), _half(piece, count, cut)
         if half == 1:
             last = middle
         elif half == 2:
@@ -139,21 +145,23 @@ def _single_experts(name: str) -> Callable[[int, int, int, int, int, int, int, i
             following,
         )  # fmt: skip
 
-    compute_: Callable[[int, int, int, int, int, int, int, int], None] = compute
+    compute_: Compute = compute
     return compute_
 
 
-def _expert_pairs(name: str) -> Callable[[int, int, int, int, int, int, int, int], None]:
+def _expert_pairs(name: str) -> Compute:
     """One job by two experts at a time."""
     two, one = multiply_pairs(name), multiply_halves(name)
 
     @inlined
-    def compute(args: int, x: int, pairs: int, count: int, numbers: int, piece: int, of: int, ranks: int) -> None:
+    def compute(
+        args: int, x: int, pairs: int, count: int, numbers: int, piece: int, cut: int, of: int, ranks: int
+    ) -> None:
         at = EXPERTS_HEAD + 1
         outputs, row_bytes, blocks = argument(args, at + 4), argument(args, at + 2), argument(args, at + 3)
         first, last = share_start(outputs, of, ranks), share_end(outputs, of, ranks)
         begin, middle, units = first, first + ((last - first + 1) >> 1), (count + 1) >> 1
-        place, half = 2 * _unit(piece, units, _CUT_PAIRS), _half(piece, units, _CUT_PAIRS)
+        place, half = 2 * _unit(piece, units, cut), _half(piece, units, cut)
         if half == 1:
             last = middle
         elif half == 2:
@@ -184,13 +192,11 @@ def _expert_pairs(name: str) -> Callable[[int, int, int, int, int, int, int, int
             argument(args, 4), following, then,
         )  # fmt: skip
 
-    compute_: Callable[[int, int, int, int, int, int, int, int], None] = compute
+    compute_: Compute = compute
     return compute_
 
 
-def _helping(
-    compute: Callable[[int, int, int, int, int, int, int, int], None], jobs: int, together: int, cut: int
-) -> Lent:
+def _helping(compute: Compute, jobs: int, together: int, most_cut: int) -> Lent:
     """Numba function: all pieces that this rank gets of a single row's `count` items, `together` of them in a unit."""
 
     @inlined
@@ -199,6 +205,7 @@ def _helping(
         if table == 0 or argument(args, EXPERTS_HEAD) != jobs:
             return False
         claims, tag = argument(args, table), lap_tag(step)
+        cut = most_cut if argument(args, EXPERTS_HEAD + 5) >= _LEAST_CUT * ranks else 0
         pieces = _pieces((count + together - 1) // together, cut)
         for distance in range(ranks):
             of = rank + distance
@@ -208,7 +215,7 @@ def _helping(
                 continue
             piece = claim(claims + CLAIM_BYTES * of, tag, pieces)
             while piece >= 0:
-                compute(args, x, pairs, count, numbers, piece, of, ranks)
+                compute(args, x, pairs, count, numbers, piece, cut, of, ranks)
                 piece = claim(claims + CLAIM_BYTES * of, tag, pieces)
         return True
 
