@@ -201,18 +201,32 @@ def test_steps_ahead_through_the_worker(workload: str) -> None:
     assert not left_behind()
 
 
-@pytest.mark.parametrize(("workload", "slots"), [("stand_in_card:load", 2), ("emulated_driver:load", 1)])
+@pytest.mark.parametrize(
+    ("workload", "slots", "lend"),
+    [("stand_in_card:load", 2, 0), ("stand_in_card:load", 1, 1), ("emulated_driver:load", 1, 0)],
+)
 @pytest.mark.usefixtures("find_stand_ins")
-def test_steps_ahead_with_experts_on_the_host(workload: str, slots: int) -> None:
-    """The ranks of the host go along from lap to lap, also where hand-offs have no work for them, and a step that is
-    ended between laps leaves nothing behind."""
+def test_steps_ahead_with_experts_on_the_host(
+    workload: str, slots: int, lend: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks of the host go along from lap to lap, also where hand-offs have no work for them or ranks help each
+    other, and a step that is ended between laps leaves nothing behind."""
+    monkeypatch.setenv("BLOOMERY_LEND", str(lend))
     path = quantised_file(NAME)
     program = build_program(ModelFile.open(path))
     whole = ExpertTiers.everything(program)
     few = ExpertTiers(whole.layers, {gate: ids[2:] for gate, ids in whole.on_card.items()})
     for tiers in (few, tiers_of(program, 0.4)):
         pool = CardPool.start(
-            str(path), program, tiers=tiers, context=64, slots=slots, prompt_block=64, workload=workload, processes=2
+            str(path),
+            program,
+            tiers=tiers,
+            context=64,
+            slots=slots,
+            prompt_block=64,
+            workload=workload,
+            processes=2 + lend,
+            own_weights=bool(lend),
         )
         try:
             most = pool.most_ahead(slots)
