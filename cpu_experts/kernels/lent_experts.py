@@ -59,6 +59,18 @@ def _half(piece: int, units: int, cut: int) -> int:
 
 
 @inlined
+def _rows(outputs: int, half: int, of: int, ranks: int) -> tuple[int, int, int]:
+    """First row of a rank's share, and of a piece of it the first and one past the last."""
+    first, last = share_start(outputs, of, ranks), share_end(outputs, of, ranks)
+    begin, middle = first, first + ((last - first + 1) >> 1)
+    if half == 1:
+        last = middle
+    elif half == 2:
+        begin = middle
+    return first, begin, last
+
+
+@inlined
 def _expert(args: int, pairs: int, place: int, numbers: int) -> int:
     """Number of the expert that comes at this place in the order of experts."""
     chosen = load_i32(argument(args, 9) + 4 * load_i32(pairs + 8 * place + 4))
@@ -75,14 +87,9 @@ def _two_jobs(name: str) -> Compute:
     ) -> None:
         at = EXPERTS_HEAD + 1
         up = at + EXPERTS_JOB
-        outputs, row_bytes, blocks = argument(args, at + 4), argument(args, at + 2), argument(args, at + 3)
-        first, last = share_start(outputs, of, ranks), share_end(outputs, of, ranks)
-        begin, middle = first, first + ((last - first + 1) >> 1)
+        row_bytes, blocks = argument(args, at + 2), argument(args, at + 3)
         place, half = _unit(piece, count, cut), _half(piece, count, cut)
-        if half == 1:
-            last = middle
-        elif half == 2:
-            begin = middle
+        first, begin, last = _rows(argument(args, at + 4), half, of, ranks)
         if begin >= last:
             return
         gates, ups = _place(args, ranks, 0, of), _place(args, ranks, 1, of)
@@ -120,14 +127,9 @@ def _single_experts(name: str) -> Compute:
         args: int, x: int, pairs: int, count: int, numbers: int, piece: int, cut: int, of: int, ranks: int
     ) -> None:
         at = EXPERTS_HEAD + 1
-        outputs, row_bytes, blocks = argument(args, at + 4), argument(args, at + 2), argument(args, at + 3)
-        first, last = share_start(outputs, of, ranks), share_end(outputs, of, ranks)
-        begin, middle = first, first + ((last - first + 1) >> 1)
+        row_bytes, blocks = argument(args, at + 2), argument(args, at + 3)
         place, half = _unit(piece, count, cut), _half(piece, count, cut)
-        if half == 1:
-            last = middle
-        elif half == 2:
-            begin = middle
+        first, begin, last = _rows(argument(args, at + 4), half, of, ranks)
         if begin >= last:
             return
         table = _place(args, ranks, 0, of)
@@ -158,14 +160,10 @@ def _expert_pairs(name: str) -> Compute:
         args: int, x: int, pairs: int, count: int, numbers: int, piece: int, cut: int, of: int, ranks: int
     ) -> None:
         at = EXPERTS_HEAD + 1
-        outputs, row_bytes, blocks = argument(args, at + 4), argument(args, at + 2), argument(args, at + 3)
-        first, last = share_start(outputs, of, ranks), share_end(outputs, of, ranks)
-        begin, middle, units = first, first + ((last - first + 1) >> 1), (count + 1) >> 1
+        row_bytes, blocks = argument(args, at + 2), argument(args, at + 3)
+        units = (count + 1) >> 1
         place, half = 2 * _unit(piece, units, cut), _half(piece, units, cut)
-        if half == 1:
-            last = middle
-        elif half == 2:
-            begin = middle
+        first, begin, last = _rows(argument(args, at + 4), half, of, ranks)
         if begin >= last:
             return
         table = _place(args, ranks, 0, of)
