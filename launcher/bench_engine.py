@@ -52,8 +52,8 @@ class CardRun:
 class EngineRun:
     """One timed trial. `seconds` is from handing in the request to its last event, `step_seconds` what the executor's
     steps took of that, `cpu_seconds` what workers and
-    coordinator ran; `tokens` were generated. `ticks` is each kind of op's part of the steps: (in kernels, waiting at
-    barriers), in ticks of all ranks together; with a card there are none, but a `card`. `shallow`: some may
+    coordinator ran; `tokens` were generated. `kinds` is each kind of op's part of the steps: seconds in kernels and at
+    barriers, the mean of all ranks; with a card there are none, but a `card`. `shallow`: some may
     have been shallow steps."""
 
     seconds: float
@@ -61,7 +61,7 @@ class EngineRun:
     step_seconds: float
     cpu_seconds: float
     tokens: tuple[int, ...]
-    ticks: dict[str, tuple[int, int]]
+    kinds: dict[str, tuple[float, float]]
     card: CardRun | None = None
     shallow: bool = False
 
@@ -136,7 +136,7 @@ class BenchEngine:
         """Times a trial behind `prefix`, which `fill` has brought into the cache. `fresh`: the prompt's tokens ("pp"),
         or the one token that generation starts from ("tg"); the tokens generated are the model's own, greedily."""
         wanted = 1 if trial.kind == "pp" else trial.count
-        before, card_before = self._kind_ticks(), self._card_seconds()
+        before, card_before = self._kind_seconds(), self._card_seconds()
         if isinstance(self._pool, CardPool):
             self._pool.step_legs()
         counted = self._pool.statistics()
@@ -146,8 +146,8 @@ class BenchEngine:
         cpu = self._cpu_seconds() - cpu
         after = self._pool.statistics()
         assert cached == len(prefix) and len(tokens) == wanted, f"{cached} tokens were cached, expected {len(prefix)}"
-        ticks = {
-            kind: (pair[0] - before[kind][0], pair[1] - before[kind][1]) for kind, pair in self._kind_ticks().items()
+        kinds = {
+            kind: (pair[0] - before[kind][0], pair[1] - before[kind][1]) for kind, pair in self._kind_seconds().items()
         }
         step_seconds = _total_seconds(after) - _total_seconds(counted)
         card: CardRun | None = None
@@ -155,7 +155,7 @@ class BenchEngine:
             *host, wait = (now - then for now, then in zip(self._card_seconds(), card_before, strict=True))
             card = CardRun(tuple(self._pool.step_legs()), tuple(host), wait, after.get("experts_from", ""))
         steps, shallow = after["steps"] - counted["steps"], self._pool.shallow_reach > 0
-        return EngineRun(finished - begun, steps, step_seconds, cpu, tokens, ticks, card, shallow)
+        return EngineRun(finished - begun, steps, step_seconds, cpu, tokens, kinds, card, shallow)
 
     def _request(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[float, tuple[int, ...], int]:
         """When the last event came, the tokens generated, and how many of the prompt were cached."""
@@ -170,13 +170,13 @@ class BenchEngine:
         self._engine.wait_idle()
         return sink.finished, tuple(sink.tokens), sink.cached
 
-    def _kind_ticks(self) -> dict[str, tuple[int, int]]:
-        sums: dict[str, tuple[int, int]] = {}
+    def _kind_seconds(self) -> dict[str, tuple[float, float]]:
+        sums: dict[str, tuple[float, float]] = {}
         if isinstance(self._pool, CardPool):
             return sums
-        for name, (kernel, barrier) in self._pool.op_ticks().items():
+        for name, (kernel, barrier) in self._pool.op_seconds().items():
             kind = self._kinds[name]
-            before = sums.get(kind, (0, 0))
+            before = sums.get(kind, (0.0, 0.0))
             sums[kind] = (before[0] + kernel, before[1] + barrier)
         return sums
 

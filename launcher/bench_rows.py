@@ -25,6 +25,7 @@ from bloomery.runtime.step_work import EXPERTS, Work, step_work
 from bloomery.runtime.worker_group import Progress
 
 GIGA: Final = 1e9
+NO_STAGE: Final = "no stage"
 PAUSE_SECONDS: Final = 0.02  # between sides: until the other's workers have stopped spinning
 PEER_FIGURES: Final = (
     "against",
@@ -242,24 +243,25 @@ def kind_rows(
     runs: Sequence[EngineRun], work: dict[str, Work], step_seconds: float, steps: int, ceiling: float
 ) -> dict[str, dict[str, float]]:
     """For each kind of op, longest first: its share of the steps' time, seconds a step (kernels, barriers included),
-    the part of these at barriers, bytes a step, GB/s and their share of the ceiling, 10^9 operations a second."""
-    sums: dict[str, tuple[int, int]] = {}
-    for run in runs:
-        for kind, (kernel, barrier) in run.ticks.items():
-            before = sums.get(kind, (0, 0))
-            sums[kind] = (before[0] + kernel, before[1] + barrier)
-    total = max(1, sum(sum(pair) for pair in sums.values()))
+    the part of these at barriers, bytes a step, GB/s and their share of the ceiling, 10^9 operations a second; medians
+    of the runs. Last comes what of a step is in no stage: waking the workers, their reports."""
+    spent = {
+        kind: [statistics.median(run.kinds[kind][part] / steps for run in runs) for part in (0, 1)]
+        for kind in runs[0].kinds
+    }
+    rest = max(0.0, step_seconds / steps - sum(map(sum, spent.values())))
+    total = max(sum(map(sum, spent.values())) + rest, 1e-12)
     found: dict[str, dict[str, float]] = {}
-    for kind, (kernel, barrier) in sorted(sums.items(), key=lambda item: -sum(item[1])):
-        share = (kernel + barrier) / total
-        seconds = share * step_seconds / steps
+    ordered = sorted(spent.items(), key=lambda item: -sum(item[1]))
+    for kind, (kernel, barrier) in [*ordered, (NO_STAGE, [rest, 0.0])]:
+        seconds = kernel + barrier
         needed = work.get(kind, Work())
         nbytes = needed.read / steps
         speed = nbytes / seconds if seconds else 0.0
         found[kind] = {
-            "share": share,
+            "share": seconds / total,
             "seconds": seconds,
-            "barrier_seconds": barrier / total * step_seconds / steps,
+            "barrier_seconds": barrier,
             "bytes": nbytes,
             "gbps": speed / GIGA,
             "ceiling_share": speed / ceiling,

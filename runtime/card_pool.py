@@ -33,7 +33,7 @@ from bloomery.runtime.program import Program
 from bloomery.runtime.shallow_steps import shallow_reach
 from bloomery.runtime.slot_states import SlotStates
 from bloomery.runtime.split_program import host_part
-from bloomery.runtime.stage_ticks import op_ticks
+from bloomery.runtime.stage_ticks import op_seconds
 from bloomery.runtime.states import element_type
 from bloomery.runtime.step_parts import step_parts
 from bloomery.runtime.step_runner import StepRunner
@@ -349,11 +349,7 @@ class CardPool:
     def op_seconds(self) -> dict[str, tuple[float, float]]:
         """With `time_legs`: for each op of the host's part the seconds that a rank has spent in its kernels and at its
         barriers since the start, the mean of all ranks; empty where no expert lies on the host."""
-        if not self._tick_rate:
-            return {}
-        ranks = self._shape.processes * self._tick_rate
-        ticks = op_ticks(self._arena, self._labels, self._lowered.stages)
-        return {name: (kernel / ranks, barrier / ranks) for name, (kernel, barrier) in ticks.items()}
+        return op_seconds(self._arena, self._labels, self._lowered.stages, self._shape.processes, self._tick_rate)
 
     def close(self) -> None:
         if self._runner.close():

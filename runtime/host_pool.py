@@ -39,7 +39,7 @@ from bloomery.runtime.memory_terms import LOGITS_BYTES
 from bloomery.runtime.program import Program
 from bloomery.runtime.shallow_steps import shallow_reach
 from bloomery.runtime.slot_states import SlotStates
-from bloomery.runtime.stage_ticks import op_ticks
+from bloomery.runtime.stage_ticks import op_seconds, op_ticks
 from bloomery.runtime.step_runner import StepRunner
 from bloomery.runtime.topology import Topology, default_processes
 from bloomery.runtime.weight_loading import fill_weights, lock_weights, own_facts
@@ -101,7 +101,7 @@ class HostPool:
         self._weight_facts = weight_facts
         self._arena = arena
         self._lowered = lowered
-        self._labels = labels
+        self._labels, self._tick_rate = labels, 0.0
         self._shape = arena.layout.shape
         self._vocabulary = program.vocabulary
         states = {name: arena.state(name) for name in program.states}
@@ -200,11 +200,13 @@ class HostPool:
             group.compile(range(processes), hellos[0]["kernels"], progress)
             if program.engram and engram_process:
                 engram_process.attach(arena, lowered, len(program.engram.sites))
-            own = own_facts(group.attach(range(processes), arena, lowered, progress), starts[0].weight_nodes)
+            ready = group.attach(range(processes), arena, lowered, progress)
+            own = own_facts(ready, starts[0].weight_nodes)
             if mlock and not own:
                 lock_weights(program, weights)
             facts = weights.facts() if weights else own
             pool = cls(group, arena, program, lowered, hellos[0]["labels"], engram_process, weights, facts)
+            pool._tick_rate = ready[0].get("tick_rate", 0.0)
         except BaseException:
             if group is not None:
                 group.end(0.0)
@@ -349,6 +351,10 @@ class HostPool:
         """With `time_stages`: for each op name the time stamp counter's ticks that all ranks together have spent in its
         kernels and at its barriers since the start. Read it between steps."""
         return op_ticks(self._arena, self._labels, self._lowered.stages)
+
+    def op_seconds(self) -> dict[str, tuple[float, float]]:
+        """With `time_stages`: the same in seconds that a rank has spent, the mean of all ranks."""
+        return op_seconds(self._arena, self._labels, self._lowered.stages, self._shape.processes, self._tick_rate)
 
     def close(self) -> None:
         if self._runner.close():

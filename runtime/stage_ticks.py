@@ -21,3 +21,15 @@ def op_ticks(arena: Arena, labels: Sequence[str], stages: int) -> dict[str, tupl
         before = sums.get(label, (0, 0))
         sums[label] = (before[0] + int(kernel), before[1] + int(barrier))
     return sums
+
+
+def op_seconds(
+    arena: Arena, labels: Sequence[str], stages: int, ranks: int, tick_rate: float
+) -> dict[str, tuple[float, float]]:
+    """The same in seconds that a rank has spent, the mean of all; `tick_rate` is in ticks a second. Empty for 0."""
+    if not tick_rate:
+        return {}
+    each = ranks * tick_rate
+    return {
+        name: (kernel / each, barrier / each) for name, (kernel, barrier) in op_ticks(arena, labels, stages).items()
+    }

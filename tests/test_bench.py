@@ -21,7 +21,7 @@ from bloomery.launcher import bench_report
 from bloomery.launcher.bench import build_parser, check
 from bloomery.launcher.bench_engine import EngineRun
 from bloomery.launcher.bench_peer import LlamaPeer, PeerOptions, PeerRun
-from bloomery.launcher.bench_rows import Rounds, comparison, trial_steps, trial_work
+from bloomery.launcher.bench_rows import NO_STAGE, Rounds, comparison, kind_rows, trial_steps, trial_work
 from bloomery.launcher.bench_trial import TokenSource, Trial, paired_ratios, summary, trials_of
 from bloomery.launcher.command_line import UsageError
 from bloomery.launcher.demo_model import demo_model_path
@@ -238,8 +238,19 @@ def test_figures_of_a_row_fit_together(rows: list[dict[str, Any]]) -> None:
         assert row["steps"] == (1 if trial.kind == "pp" else trial.count)
         assert row["bound_tokens_per_s"] == pytest.approx(row["tokens_per_s"] / row["ceiling_share"], rel=1e-6)
         assert sum(figures["share"] for figures in row["kinds"].values()) == pytest.approx(1.0)
-        assert set(row["kinds"]) == kinds
+        assert set(row["kinds"]) == kinds | {NO_STAGE}
+        assert sum(figures["seconds"] for figures in row["kinds"].values()) * row["steps"] < 1.5 * seconds
         assert 0 < row["kinds"]["experts"]["barrier_seconds"] < row["kinds"]["experts"]["seconds"]
+
+
+def test_what_no_stage_takes_is_no_kinds() -> None:
+    """Times are what the workers' clocks say, medians of the runs, not shares of the whole step."""
+    parts = [(0.08, 0.04), (0.10, 0.02), (0.30, 0.30)]
+    runs = [EngineRun(1.0, 2, 0.4, 0.0, (), {"head": part}) for part in parts]
+    found = kind_rows(runs, {}, 0.4, 2, 1e9)
+    assert list(found) == ["head", NO_STAGE]
+    assert found["head"]["seconds"] == pytest.approx(0.05 + 0.02) and found["head"]["barrier_seconds"] == 0.02
+    assert found[NO_STAGE]["seconds"] == pytest.approx(0.2 - 0.07) and found["head"]["share"] == pytest.approx(0.35)
 
 
 def test_a_deep_generation_reads_the_cache_of_its_depth(rows: list[dict[str, Any]]) -> None:
