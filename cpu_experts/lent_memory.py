@@ -13,13 +13,9 @@ import mmap
 import os
 from typing import Final
 
-from bloomery.runtime.host_weights import HUGE_PAGE, libc
+from bloomery.runtime.host_weights import HUGE_PAGE, POPULATE_WRITE, libc, map_shared, reserve
 
-_POPULATE_WRITE: Final = 23
 _COLLAPSE: Final = 25
-_MAP_FIXED: Final = 0x10
-_NO_ACCESS: Final = 0
-_FAILED: Final = ctypes.c_void_p(-1).value
 
 
 class LentMemory:
@@ -31,13 +27,8 @@ class LentMemory:
         if os.fstat(descriptor).st_size < nbytes:
             raise OSError(errno.EINVAL, "it is too short")
         room = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
-        reserved = libc.mmap(None, room + HUGE_PAGE, _NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-        if reserved in (None, _FAILED):
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        self.address: int = -(-reserved // HUGE_PAGE) * HUGE_PAGE
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        if libc.mmap(self.address, room, protection, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0) != self.address:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self.address = -(-reserve(room + HUGE_PAGE) // HUGE_PAGE) * HUGE_PAGE
+        map_shared(self.address, room, descriptor, 0, writable)
 
     @classmethod
     def take(cls, nbytes: int) -> LentMemory | None:
@@ -77,7 +68,7 @@ class LentMemory:
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def _populate(self, at: int, nbytes: int) -> None:
-        if libc.madvise(self.address + at, nbytes, _POPULATE_WRITE) and ctypes.get_errno() != 22:  # before Linux 5.14
+        if libc.madvise(self.address + at, nbytes, POPULATE_WRITE) and ctypes.get_errno() != 22:  # before Linux 5.14
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def _release(self) -> None:

@@ -25,7 +25,7 @@ from typing import Final
 from bloomery.cpu_experts.kernels.work import share_start
 from bloomery.cpu_experts.lent_memory import LentMemory
 from bloomery.runtime.errors import PlanError
-from bloomery.runtime.host_weights import HUGE_PAGE, PAGE, huge_bytes, lock_memory
+from bloomery.runtime.host_weights import HUGE_PAGE, PAGE, POPULATE_WRITE, huge_bytes, lock_memory
 from bloomery.runtime.model_file import Tensor
 from bloomery.runtime.program import Program
 from bloomery.runtime.weight_loading import WeightFile
@@ -35,7 +35,6 @@ PIECE: Final = 2 << 20
 """Bytes that a thread reads at once, into memory of its own, since rows lie at any byte of a page."""
 GAP: Final = 64 << 10
 """Bytes that are read and thrown away sooner than that two reads are made."""
-_POPULATE_WRITE: Final = 23
 _POPULATE_PIECE: Final = 64 << 20
 _LINE: Final = 64
 _share_start: Final[Callable[[int, int, int], int]] = share_start.py_func
@@ -235,7 +234,7 @@ class OwnWeights:
         for at in range(0, self.nbytes, _POPULATE_PIECE):
             nbytes = min(_POPULATE_PIECE, -(-(self.nbytes - at) // HUGE_PAGE) * HUGE_PAGE)
             try:
-                self._memory.madvise(_POPULATE_WRITE, self._address - start + at, nbytes)
+                self._memory.madvise(POPULATE_WRITE, self._address - start + at, nbytes)
             except OSError as error:
                 if error.errno != 22:  # before Linux 5.14: the first to touch takes a page
                     raise _no_memory(self.nbytes) from error

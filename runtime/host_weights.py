@@ -42,7 +42,7 @@ MOST_RUNS: Final = 16384
 """Mappings that a process spends on weights; the kernel allows 65530 altogether."""
 
 _POPULATE_READ: Final = 22
-_POPULATE_WRITE: Final = 23
+POPULATE_WRITE: Final = 23
 _MBIND: Final = 237  # x86-64
 _PREFERRED: Final = 1
 _MAP_FIXED: Final = 0x10
@@ -148,12 +148,10 @@ class HostWeights:
         self.huge = 0.0
         """The part that lay in huge pages after loading."""
         self._reserved = layout.nbytes + 2 * HUGE_PAGE
-        reserved = libc.mmap(None, self._reserved, _NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-        self._start: int = 0 if reserved in (None, ctypes.c_void_p(-1).value) else reserved
-        self.address: int = -(-self._start // HUGE_PAGE) * HUGE_PAGE
+        self._start = 0
         try:
-            if not self._start:
-                raise OSError(ctypes.get_errno(), "no room for their addresses (ulimit -v)")
+            self._start = reserve(self._reserved)
+            self.address = -(-self._start // HUGE_PAGE) * HUGE_PAGE
             for run in layout.runs:
                 self._map(run, writable)
         except OSError as error:
@@ -202,12 +200,9 @@ class HostWeights:
         return tuple(f"/proc/{os.getpid()}/fd/{self._descriptors[node]}" for node in self.layout.segments)
 
     def _map(self, run: Run, writable: bool) -> None:
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         at, descriptor = self.address + run.place, self._descriptors[run.node]
-        flags = mmap.MAP_SHARED | _MAP_FIXED
         nbytes = -(-run.nbytes // HUGE_PAGE) * HUGE_PAGE if self.hugetlb else run.nbytes
-        if libc.mmap(at, nbytes, protection, flags, descriptor, run.within) != at:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        map_shared(at, nbytes, descriptor, run.within, writable)
         self.advise(run.place, run.nbytes, mmap.MADV_HUGEPAGE)
         if writable and len(self.layout.segments) > 1:  # no matter if it fails: then the first to touch decides
             mask = (ctypes.c_ulong * 16)()
@@ -220,7 +215,7 @@ class HostWeights:
 
     def populate(self, place: int, nbytes: int) -> None:
         """Takes memory for a part of the range, within pages. PlanError if there is none."""
-        if not self.advise(place, nbytes, _POPULATE_WRITE) and ctypes.get_errno() not in (
+        if not self.advise(place, nbytes, POPULATE_WRITE) and ctypes.get_errno() not in (
             0,
             22,
         ):  # 22: before Linux 5.14
@@ -264,6 +259,21 @@ class HostWeights:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
+
+
+def reserve(nbytes: int) -> int:
+    """Address of a range of this process's addresses in which nothing is mapped yet. OSError if there is no room."""
+    found: int | None = libc.mmap(None, nbytes, _NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if found is None or found == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), "no room for their addresses (ulimit -v)")
+    return found
+
+
+def map_shared(at: int, nbytes: int, descriptor: int, offset: int, writable: bool) -> None:
+    """Maps a part of a file at an address of a range that was reserved. OSError."""
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    if libc.mmap(at, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, descriptor, offset) != at:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def _unshared(error: OSError) -> PlanError:
