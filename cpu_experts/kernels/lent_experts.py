@@ -44,30 +44,21 @@ def _pieces(units: int, cut: int) -> int:
 
 
 @inlined
-def _unit(piece: int, units: int, cut: int) -> int:
+def _part(args: int, piece: int, units: int, cut: int, of: int, ranks: int) -> tuple[int, int, int, int, int]:
+    """Of a piece the unit, which rows of the share (0: all, 1 and 2: a half), the share's first row, the piece's first
+    row and one past its last."""
     whole = units - min(units, cut)
-    unit: int = piece if piece < whole else whole + ((piece - whole) >> 1)
-    return unit
-
-
-@inlined
-def _half(piece: int, units: int, cut: int) -> int:
-    """0: all rows of the share, 1 and 2: those of its first and second half."""
-    whole = units - min(units, cut)
-    half: int = 0 if piece < whole else 1 + ((piece - whole) & 1)
-    return half
-
-
-@inlined
-def _rows(outputs: int, half: int, of: int, ranks: int) -> tuple[int, int, int]:
-    """First row of a rank's share, and of a piece of it the first and one past the last."""
+    unit, half = piece, 0
+    if piece >= whole:
+        unit, half = whole + ((piece - whole) >> 1), 1 + ((piece - whole) & 1)
+    outputs = argument(args, EXPERTS_HEAD + 5)
     first, last = share_start(outputs, of, ranks), share_end(outputs, of, ranks)
     begin, middle = first, first + ((last - first + 1) >> 1)
     if half == 1:
         last = middle
     elif half == 2:
         begin = middle
-    return first, begin, last
+    return unit, half, first, begin, last
 
 
 @inlined
@@ -88,8 +79,7 @@ def _two_jobs(name: str) -> Compute:
         at = EXPERTS_HEAD + 1
         up = at + EXPERTS_JOB
         row_bytes, blocks = argument(args, at + 2), argument(args, at + 3)
-        place, half = _unit(piece, count, cut), _half(piece, count, cut)
-        first, begin, last = _rows(argument(args, at + 4), half, of, ranks)
+        place, half, first, begin, last = _part(args, piece, count, cut, of, ranks)
         if begin >= last:
             return
         gates, ups = _place(args, ranks, 0, of), _place(args, ranks, 1, of)
@@ -128,8 +118,7 @@ def _single_experts(name: str) -> Compute:
     ) -> None:
         at = EXPERTS_HEAD + 1
         row_bytes, blocks = argument(args, at + 2), argument(args, at + 3)
-        place, half = _unit(piece, count, cut), _half(piece, count, cut)
-        first, begin, last = _rows(argument(args, at + 4), half, of, ranks)
+        place, half, first, begin, last = _part(args, piece, count, cut, of, ranks)
         if begin >= last:
             return
         table = _place(args, ranks, 0, of)
@@ -161,9 +150,8 @@ def _expert_pairs(name: str) -> Compute:
     ) -> None:
         at = EXPERTS_HEAD + 1
         row_bytes, blocks = argument(args, at + 2), argument(args, at + 3)
-        units = (count + 1) >> 1
-        place, half = 2 * _unit(piece, units, cut), _half(piece, units, cut)
-        first, begin, last = _rows(argument(args, at + 4), half, of, ranks)
+        unit, half, first, begin, last = _part(args, piece, (count + 1) >> 1, cut, of, ranks)
+        place = 2 * unit
         if begin >= last:
             return
         table = _place(args, ranks, 0, of)
